@@ -29,7 +29,7 @@ sequentially consistent. README.md says more.
 
 # they register their instructions
 from tests.emulator import barriers, copies, lanes, loadstore, tcgen05, tensor_core, tensor_maps  # noqa: F401
-from tests.emulator.launch import Emulated, Launch, compile_for, compiling_for, emulate  # noqa: F401
+from tests.emulator.launch import PTX_ONLY, Emulated, Launch, compile_for, compiling_for, emulate  # noqa: F401
 from tests.emulator.machine import EmulatorError, Machine, Schedule  # noqa: F401
 from tests.emulator.memory import Global  # noqa: F401
 from tests.emulator.parser import PtxError, parse  # noqa: F401

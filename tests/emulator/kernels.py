@@ -11,6 +11,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
 
 from moe_nvfp4.kernels.sm100 import ptx as ptx
+from tests.emulator.launch import PTX_ONLY
 
 
 def fake(dtype, *shape, align=16):
@@ -23,7 +24,7 @@ def fake(dtype, *shape, align=16):
 
 
 def compile(kernel, *tensors):
-    return cute.compile(kernel, *tensors, make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi")
+    return cute.compile(kernel, *tensors, make_fake_stream(use_tvm_ffi_env_stream=True), options=PTX_ONLY)
 
 
 class HopperGemm:

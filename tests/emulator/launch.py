@@ -217,6 +217,10 @@ def restore(path):
 
 
 # ---- functions compiled by CuTe DSL ----
+OPTIONS = "--enable-tvm-ffi"  # of cute.compile
+PTX_ONLY = f"{OPTIONS} --ptxas-options '-O0'"  # where no one looks at the cubin: in four fifths of the time
+
+
 @contextmanager
 def compiling_for(architecture):
     """A context in which cute.compile makes code for sm_90a, sm_100a, ... and keeps PTX and cubin; no GPU is needed."""
@@ -239,14 +243,14 @@ def compiling_for(architecture):
                 setattr(settings, name, value)
 
 
-def compile_for(architecture, kernel, arguments):
+def compile_for(architecture, kernel, arguments, options=OPTIONS):
     """The compiled function of `kernel`, which takes `arguments` and a stream, with its PTX and cubin; see Emulated."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
 
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     with compiling_for(architecture):
-        return cute.compile(kernel, *arguments, stream, options="--enable-tvm-ffi")
+        return cute.compile(kernel, *arguments, stream, options=options)
 
 
 class _DLTensor(ctypes.Structure):
@@ -263,9 +267,9 @@ class _Any(ctypes.Structure):
 
 
 class Emulated:
-    """A function compiled with cute.compile(..., options="--enable-tvm-ffi"), run here instead of on a GPU.
+    """A function compiled with cute.compile(..., options=PTX_ONLY), run here instead of on a GPU.
 
-        gemm = Emulated(cute.compile(kernel, ..., options="--enable-tvm-ffi"))
+        gemm = Emulated(cute.compile(kernel, ..., options=PTX_ONLY))
         gemm(a, b, out, unwritten=[out], schedule="lazy")      # CPU tensors, changed in place
 
     Its PTX must have been kept: compile it inside compiling_for(architecture), or set CUTE_DSL_KEEP_PTX=1 in the

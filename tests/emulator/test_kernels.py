@@ -19,7 +19,7 @@ from moe_nvfp4 import NVFP4Experts, reference  # noqa: E402
 from moe_nvfp4.kernels.sm100 import backend as sm100  # noqa: E402
 from moe_nvfp4.kernels.sm100.config import TileShape  # noqa: E402
 from moe_nvfp4.routing import group_by_expert  # noqa: E402
-from tests.emulator import Emulated, EmulatorError, compiling_for  # noqa: E402
+from tests.emulator import PTX_ONLY, Emulated, EmulatorError, compiling_for  # noqa: E402
 from tests.emulator import kernels as emulator_kernels  # noqa: E402
 from tests.emulator.copies import TensorMap  # noqa: E402
 from tests.emulator.launch import address_of, device_memory  # noqa: E402
@@ -242,7 +242,7 @@ def pair():
         sm100.gemm2_combine(h, layer.weights, groups, torch.ones(150, 1), torch.float32)
     config, arguments = started[0]
     with compiling_for("sm_100a"):
-        compiled = sm100.compile_kernel(config, "--enable-tvm-ffi")
+        compiled = sm100.compile_kernel(config, PTX_ONLY)
     arguments[OUT].fill_(0)
     Emulated(compiled)(*arguments, schedule="lazy")
     assert arguments[OUT].any() and config.tile.ctas == 2

@@ -15,7 +15,7 @@ from moe_nvfp4.kernels.sm100.config import (
     RouteConfig,
     SumConfig,
 )
-from tests.emulator import Emulated, compiling_for
+from tests.emulator import PTX_ONLY, Emulated, compiling_for
 from tests.emulator.stream import Stream
 
 RUNS = {}  # config of a kernel -> its emulated form
@@ -50,7 +50,7 @@ class OnEmulator:
     def launch(self, config, arguments):
         if config not in RUNS:
             with compiling_for("sm_100a"):
-                RUNS[config] = Emulated(sm100.compile_kernel(config, "--enable-tvm-ffi"))
+                RUNS[config] = Emulated(sm100.compile_kernel(config, PTX_ONLY))
         outputs = outputs_of(config, arguments)
         (machine,) = self.stream.launch(
             RUNS[config], *arguments, outputs=outputs, unwritten=outputs, schedule=self.schedule, cut_sums=self.cut_sums

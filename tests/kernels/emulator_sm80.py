@@ -4,26 +4,22 @@ from contextlib import contextmanager
 
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.sm80 import backend as sm80
-from tests.emulator import Emulated, compile_for
+from tests.emulator import PTX_ONLY, Emulated, compile_for
 from tests.emulator.stream import blank
 
 RUNS = {}  # kernel -> its emulated form
 
 
 class OnEmulator:
-    """Replaces `launch.compiled`: every launch runs under `schedule`. `kernels` are those that ran, `cubins` what ptxas
-    made of them for `capability`."""
+    """Replaces `launch.compiled`: every launch runs under `schedule`. `kernels` are those that ran."""
 
     def __init__(self):
-        self.schedule, self.multiprocessors, self.capability, self.kernels, self.cubins = "eager", 3, (8, 0), [], {}
+        self.schedule, self.multiprocessors, self.capability, self.kernels = "eager", 3, (8, 0), []
 
     def compiled(self, kernel, arguments, architecture):
         key = repr(kernel), repr([str(a) for a in arguments]), architecture
         if key not in RUNS:
-            function = compile_for(architecture, kernel, arguments)
-            RUNS[key] = Emulated(function)
-            RUNS[key].cubin, RUNS[key].ptx = function.__cubin__, function.__ptx__
-        self.cubins[repr(kernel)] = RUNS[key].cubin
+            RUNS[key] = Emulated(compile_for(architecture, kernel, arguments, PTX_ONLY))
         return lambda *values: self.run(kernel, RUNS[key], values)
 
     def run(self, kernel, emulated, values):

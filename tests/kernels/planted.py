@@ -25,7 +25,7 @@ from moe_nvfp4.kernels.sm100.config import (
 )
 from moe_nvfp4.routing import Rows, group_by_expert
 from tests.common import random_ids, random_layer
-from tests.emulator import Emulated, compiling_for, mistakes
+from tests.emulator import PTX_ONLY, Emulated, compiling_for, mistakes
 from tests.emulator.launch import programs
 from tests.kernels.emulator_sm100 import outputs_of
 from tests.kernels.test_sm100 import prepared, with_noise
@@ -85,7 +85,7 @@ def unnoticed(name):
     started = launches(problem, tile, multiprocessors, 2 if name in IN_PARTS else 1)
     config, arguments = next(launch for launch in started if chosen(launch[0]))
     with compiling_for("sm_100a"):
-        kernel = Emulated(sm100.compile_kernel(config, "--enable-tvm-ffi"))
+        kernel = Emulated(sm100.compile_kernel(config, PTX_ONLY))
     outputs = outputs_of(config, arguments)
     read = ((2,) if config.dense else (2, 3, 4)) if isinstance(config, GemmConfig) else (0,)
     late = [arguments[i] for i in read] + outputs

@@ -29,7 +29,7 @@ from moe_nvfp4.kernels.sm100.config import (
     TileShape,
     interleaved_width,
 )
-from tests.emulator import Emulated, EmulatorError, compiling_for
+from tests.emulator import PTX_ONLY, Emulated, EmulatorError, compiling_for
 from tests.emulator.launch import Far
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ TILE = TileShape(64, 1)
 
 def compiled(config):
     with compiling_for("sm_100a"):
-        return Emulated(sm100.compile_kernel(config, "--enable-tvm-ffi"))
+        return Emulated(sm100.compile_kernel(config, PTX_ONLY))
 
 
 def random_bytes(*shape, low=0, high=256):

@@ -9,7 +9,7 @@ from moe_nvfp4.kernels.sm100 import backend as sm100
 from moe_nvfp4.kernels.sm100.config import SF_TILE, DenseTile, GemmConfig, TileShape
 from moe_nvfp4.kernels.sm100.model import Launch, of_chunk, of_step
 from moe_nvfp4.weights import Gate
-from tests.emulator import Emulated, compiling_for
+from tests.emulator import PTX_ONLY, Emulated, compiling_for
 from tests.emulator.counts import counting, cycles
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the emulator links compiled host code with cc")
@@ -42,7 +42,7 @@ def counts(config, rows):
         arguments = (weights, weights_sf, byte(R, c.k // 2), rows_sf, torch.ones(R), offsets, one, one, one,
                      out, out_sf, torch.zeros(R), one, order)  # fmt: skip
     with compiling_for("sm_100a"):
-        kernel = KERNELS.get(c) or Emulated(sm100.compile_kernel(c, "--enable-tvm-ffi"))
+        kernel = KERNELS.get(c) or Emulated(sm100.compile_kernel(c, PTX_ONLY))
     KERNELS[c] = kernel
     with counting() as found:
         kernel(*arguments, c.tile.ctas, trace=found)
