@@ -159,7 +159,7 @@ def main(arguments: list[str]) -> int:
         chosen = rest[1:] if everything else ["-m", "not slow", *rest]
         code = subprocess.call([PYTHON, "-m", "pytest", "-q", *workers, *chosen], cwd=ROOT)
         if not everything:
-            print("These were the quick tests. All: python3 examples/run.py test --all (about 25 minutes on two cores)")
+            print("These were the quick tests. All: python3 examples/run.py test --all (17 minutes on two cores)")
         return code
     return subprocess.call([str(BIN / "moe-nvfp4"), "generate", "demo", "--bf16", "--max-new-tokens", "40", *rest])
 
