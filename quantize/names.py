@@ -143,10 +143,11 @@ def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], di
         left = {member for member, p in of_members.items() if p is None}
         fold = free(pattern) and pattern.rpartition(".")[2] not in fused
         found |= {pattern} if left and fold else left
+    if dialect.renamed:
+        found |= dense
     found |= {p.removesuffix(".layer") for p in found if p.endswith(".router.layer")}
     found |= {f"{name}*" for module in excluded for name in aliases(module)}
     if dialect.renamed:
-        found |= dense | {name.removesuffix(".layer") for name in dense if name.endswith(".router.layer")}
         parts = {*PLAIN_NAMES, *PLAIN_NAMES.values()}
         found |= {f"{name}.0.{part}" for module in excluded for name in aliases(module) for part in parts}
     return sorted(map(dialect.pattern, found))

@@ -55,6 +55,10 @@ class Experts:
                 "and not the experts of each token: use recipe gptq"
             )
         self.module, self.layout, self.activations = module, layout, activations
+        self._biases: dict[str, Tensor] = {}  # by projection: [E, N]
+        for part in (layout.up_name, "down_proj") if layout.bias is not None else ():
+            rows = getattr(module, f"{part}_bias").detach()
+            self._biases[part] = torch.stack([layout.canonical(f"{part}_bias", row) for row in rows])
 
     def __call__(self, first: int, values: Pair, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum fp32 [T, H] over experts from `first` on, of x [T, H], index [T, k] and weights [T, k]. On a
@@ -80,11 +84,7 @@ class Experts:
 
     def _with_bias(self, name: str, experts: Tensor, y: Tensor) -> Tensor:
         """y [n, N], a row each of `experts` [n], with their biases."""
-        if self.layout.bias is None:
-            return y
-        name = f"{name}_bias"
-        bias = torch.stack([self.layout.canonical(name, row) for row in getattr(self.module, name).detach()])
-        return y + bias.to(y.dtype)[experts]
+        return y + self._biases[name].to(y.dtype)[experts] if name in self._biases else y
 
     def _rounded(self, rows: Tensor) -> Tensor:
         if not is_quantized(self.activations):

@@ -26,7 +26,7 @@ from moe_nvfp4.weights import is_four_over_six, is_quantized
 ENOUGH = 8  # rows for each column of a Hessian; with fewer, gptq overfits to the calibration text
 HELD_OUT = 8  # one row of so many is kept from an expert's sums, to judge what was made from them
 MOST_HELD = 256  # rows of an expert that are kept from its sums
-TOGETHER = 3 << 27  # elements of experts that are quantized at once; on a GPU, fewer take longer, and more more memory
+TOGETHER = 3 << 27  # elements of experts that are quantized at once: fewer take a GPU longer, more need more memory
 
 Fused: TypeAlias = tuple[Linear, ...]  # linears that share a global scale, and read the same rows
 Made: TypeAlias = dict[str, Tensor]  # parameters of NVFP4Experts by name, and `rows`, int64 [E]; or of NVFP4Linear

@@ -121,8 +121,8 @@ class ExpertLoader:
     # ---------------------------------------------------------------- one kind of tensor each
     def _scale(self, kind: str, part: str, e: int, tensor: Tensor, where: str) -> None:
         if tensor.numel() != 1 or tensor.dtype != torch.float32:
-            why = ": stacks of all experts become single ones by moe-nvfp4 quantize SRC DST" if tensor.dim() else ""
-            why = why if tensor.dtype == torch.float32 else CAST
+            stacked = ": stacks of all experts become single ones by moe-nvfp4 quantize SRC DST"
+            why = stacked if tensor.dtype == torch.float32 else CAST
             raise ValueError(f"{where} is {tensor.dtype} {list(tensor.shape)}, expected one float32 number{why}")
         scale = self.dialect.decode_scale(tensor.reshape(()))
         if kind == "global_scale":
