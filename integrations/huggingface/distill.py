@@ -80,7 +80,7 @@ class Experts:
         # not index_add by token, which adds in any order on a GPU
         of_slots = torch.zeros(index.numel(), x.shape[1], device=x.device)
         of_slots = of_slots.index_copy(0, slots, y.float() * weights.float().flatten()[slots, None])
-        return of_slots.view(*index.shape, -1).sum(dim=1)
+        return of_slots.view(*index.shape, x.shape[1]).sum(dim=1)
 
     def _with_bias(self, name: str, experts: Tensor, y: Tensor) -> Tensor:
         """y [n, N], a row each of `experts` [n], with their biases."""

@@ -166,6 +166,18 @@ def test_what_is_worse_on_rows_held_out_is_not_kept():
     assert all(torch.equal(made[key], start[key]) for key in start)
 
 
+@pytest.mark.parametrize("together", [1, 1 << 28])
+def test_experts_that_too_few_tokens_reach_stay(together, monkeypatch):
+    """Experts 0 and 1 are reached by none of the tokens held out, expert 1 by none of the others either."""
+    monkeypatch.setattr(distill, "TOGETHER", together)
+    experts, start, (x, index, weights) = some_experts(), start_of("mse"), given(800)
+    held = torch.arange(800) >= 700
+    index = index.masked_fill((index == 1) | held[:, None] & (index == 0), 8)
+    made = distill.learn(experts, start, rows_of(dense(experts, (x, index, weights)), x, index, weights), "cpu")
+    assert all(torch.equal(made[key][:2], start[key][:2]) for key in start)
+    assert any(not torch.equal(made[key][2:], start[key][2:]) for key in start)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("together, chunk", [(1, 300), (1 << 28, 8192)])
 def test_experts_in_groups(together, chunk, monkeypatch):
