@@ -192,6 +192,7 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
     found = sorted(folder.glob("*.safetensors"))
     path = _find_index(folder)
     index = _read_index(path, found) if path is not None else {}
+    path = path if index else None
     files = tuple(sorted({folder / name for name in index.values()})) if index else _single(folder, found)
     tensors = read_tensors(files)
     if path is not None:
@@ -324,13 +325,22 @@ def _find_index(folder: Path) -> Path | None:
 
 
 def _read_index(path: Path, found: list[Path]) -> dict[str, str]:
-    """Tensor name -> file name, from the index in `path`. ValueError unless its files are all there."""
+    """Tensor name -> file name, from the index in `path`. ValueError unless its files are all there.
+
+    Empty if none is, beside model.safetensors: save_pretrained removes the shards of an earlier save, but not their
+    index, and transformers looks for model.safetensors first.
+    """
     folder = path.parent
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(v, str) for v in index.values()):
         raise ValueError(f"{path} has no weight_map of tensor names and file names: download it again")
     if folder / "model.safetensors" in found and "model.safetensors" not in index.values():
-        raise ValueError(f"{folder} has model.safetensors and {path.name}: two checkpoints are mixed; keep one of them")
+        if not {file.name for file in found} & set(index.values()):
+            return {}
+        raise ValueError(
+            f"{folder} has model.safetensors and the shards of {path.name}: two checkpoints are mixed, as where one is "
+            "saved over another; keep one of them"
+        )
     for name in sorted(set(index.values())):
         if not re.fullmatch(r"[\w.\-]+\.safetensors", name) or name.startswith("."):
             raise ValueError(f"{path} names the file {name!r}: shards must be .safetensors files in the same folder")

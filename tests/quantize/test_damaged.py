@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from moe_nvfp4 import cli
 from moe_nvfp4.quantize.files import INDEX, ShardWriter, expert_counts, open_checkpoint, read_header
 from moe_nvfp4.quantize.verify import verify_checkpoint
-from tests.checkpoints import converted, experts, folder
-from tests.models import tensors
+from tests.checkpoints import converted, experts, folder, same_files
+from tests.models import make, qwen3_moe, tensors
 
 
 # ---------------------------------------------------------------- sources that lie
@@ -135,6 +135,16 @@ def test_wrong_indexes(case, tmp_path):
     with pytest.raises(ValueError, match=message):
         converted(source, tmp_path / "b")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_index_of_shards_that_are_gone(tmp_path):
+    """save_pretrained of one file over shards removes these, and leaves their index."""
+    model = make(qwen3_moe)
+    model.save_pretrained(tmp_path / "a", max_shard_size="40KB")
+    model.save_pretrained(tmp_path / "a")
+    assert {p.name for p in (tmp_path / "a").glob("*.safetensors*")} == {INDEX, "model.safetensors"}
+    model.save_pretrained(tmp_path / "right")
+    same_files(converted(tmp_path / "a", tmp_path / "b"), converted(tmp_path / "right", tmp_path / "c"))
 
 
 DTYPES = (
