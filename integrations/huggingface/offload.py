@@ -30,10 +30,16 @@ def keep_experts_on_cpu(
     memory   free bytes of the GPU; default: those of the current CUDA device
 
     ValueError if `model` has no 4-bit experts or fewer layers than `layers`, for "auto" without a GPU, and if the
-    model does not fit on the GPU even with all experts on the CPU.
+    model does not fit on the GPU even with all experts on the CPU. NotImplementedError for experts that `device_map`
+    has offloaded. Nothing is changed then.
     """
     count = layers_on_cpu(model, layers, context, memory)
     experts = _layers(model)
+    if any(p.is_meta for layer in experts[:count] for p in layer.parameters()):
+        raise NotImplementedError(
+            "experts that device_map has offloaded have no weights to keep: load without it, with "
+            "MoeNvfp4Config(cpu_experts=...), and map_files=True if the memory is too small for them"
+        )
     for i, layer in enumerate(experts):
         layer.keep_on_cpu(i < count)
     for block in model.modules():

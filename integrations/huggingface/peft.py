@@ -164,8 +164,8 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
             )
         if any(isinstance(p, DTensor) for p in inner.parameters()) or getattr(inner, "_is_expert_parallel", False):
             raise NotImplementedError(
-                "LoRA on experts that are split over ranks (tensor or expert parallel): train in data parallel (DDP, "
-                "FSDP), or leave the experts out of target_parameters"
+                "LoRA on experts that are split over ranks: give the whole model its adapters first, and then wrap it "
+                "in DDP or fully_shard; or leave the experts out of target_parameters"
             )
         if getattr(getattr(inner, "layout", None), "call", "") == "identity":
             raise NotImplementedError(

@@ -223,6 +223,17 @@ def test_what_cannot_stay_in_its_files(tmp_path):
         load(source, device_map=places, offload_folder=tmp_path, quantization_config=MoeNvfp4Config(map_files=True))
 
 
+@pytest.mark.parametrize("layers", [1, "all"])
+def test_what_device_map_has_offloaded(layers, tmp_path):
+    path, want = saved(tmp_path, qwen3_moe)
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {"model.layers.0": "cpu" if layers == "all" else "disk", "model.layers.1": "disk"}
+    model = load(path, device_map=places, offload_folder=tmp_path)
+    with pytest.raises(NotImplementedError, match="device_map has offloaded .* load without it"):
+        keep_experts_on_cpu(model, layers)
+    assert on_cpu(model) == [False, False] and torch.equal(logits(model), want)
+
+
 def test_no_experts_no_layers():
     with pytest.raises(ValueError, match="Linear has no 4-bit experts to keep on the CPU"):
         keep_experts_on_cpu(torch.nn.Linear(2, 2), "all")
