@@ -48,9 +48,10 @@ def fused_names(stem: str) -> tuple[str, ...]:
 
 
 def is_mtp(name: str, layers: int | None) -> bool:
-    """Whether `name` is in a layer of multi-token prediction: named mtp, or after the last of `layers` layers."""
+    """Whether `name` is in a layer of multi-token prediction: in mtp, mtp_block (ERNIE) or mtp_layers (MiMo), or after
+    the last of `layers` layers."""
     layer = re.search(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.", name)
-    return re.match(r"(model\.)?mtp\b", name) is not None or bool(layer and layers and int(layer[1]) >= layers)
+    return re.search(r"(?:^|\.)mtp(_\w+)?\.", name) is not None or bool(layer and layers and int(layer[1]) >= layers)
 
 
 # ModelOpt's stacks of NVFP4 experts, [E, in/2, out]

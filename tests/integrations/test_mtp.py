@@ -11,6 +11,7 @@ from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import matches
 from moe_nvfp4.quantize.options import Options
+from tests import checkpoints
 from tests.folders import CONFIGS, stored, write
 from tests.models import IDS, SMALL, as_bytes, load, make, tensors
 
@@ -75,6 +76,17 @@ def test_layers_that_are_4_bit_are_named(source, tmp_path, caplog):
     assert {n: as_bytes(t) for n, t in files.items() if n.startswith(LAYER)} == {
         n: as_bytes(t) for n, t in kept.items() if n.startswith(LAYER)
     }
+
+
+@pytest.mark.parametrize(
+    "prefix", ["mtp.layers.0", "model.mtp.layers.0", "model.mtp_block.0", "model.language_model.mtp_layers.0"]
+)
+def test_conversion_keeps_layers_of_every_name(prefix, tmp_path):
+    files = {n.replace("model.layers.1", prefix): t for n, t in checkpoints.experts(layers=2).items()}
+    source = checkpoints.folder(tmp_path / "bf16", files)
+    convert_checkpoint(source, tmp_path / "converted", Options("max", linears="attention"), progress=False)
+    kept = {name: t for name, t in tensors(tmp_path / "converted").items() if name.startswith(prefix)}
+    assert len(kept) == 13 and all(as_bytes(t) == as_bytes(files[name]) for name, t in kept.items())
 
 
 def test_layers_whose_files_are_gone_are_missed_aloud(source, tmp_path, caplog):
