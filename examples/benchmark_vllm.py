@@ -3,6 +3,7 @@
     python examples/benchmark_vllm.py --layers 2 --batches 1 16 --prefill 256                    # a CPU
     python examples/benchmark_vllm.py --layers 48 --batches 1 32 256 --prompt 32 --tokens 64 --prefill 4096    # a GPU
     python examples/benchmark_vllm.py --layers 48 --engines NVFP4 Marlin --tensor-parallel 2     # two GPUs
+    python examples/benchmark_vllm.py --layers 48 --engines CPU offload --batches 1 8    # experts in host memory
 
 The shapes are those of Qwen3-30B-A3B; on a CPU the vocabulary is small, so that experts are most of the work. On a CPU
 vLLM has no NVFP4 experts of its own; on Hopper they are Marlin's.
@@ -25,6 +26,10 @@ SHAPES = dict(
 )  # fmt: skip
 IGNORE = ["lm_head", "*.self_attn*", "*.gate"]
 LINEARS_TOO = ["*.gate"]
+IN_HOST_MEMORY: dict[str, dict[str, Any]] = {
+    "CPU": {"hf_overrides": {"moe_nvfp4": {"cpu_experts": "all"}}},
+    "offload": {"cpu_offload_gb": 1000, "cpu_offload_params": {"experts"}},
+}
 GIB = 1 << 30
 
 
@@ -36,8 +41,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="tokens that each request decodes")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the single long prompt")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engines", nargs="+", choices=("bf16", "Marlin", "NVFP4", "all-NVFP4"),
-                        help="NVFP4 are our experts; all-NVFP4: with 4-bit attention and head")  # fmt: skip
+    parser.add_argument("--engines", nargs="+", choices=("bf16", "Marlin", "NVFP4", "all-NVFP4", *IN_HOST_MEMORY),
+                        help="NVFP4 are our experts; all-NVFP4: with 4-bit attention and head; CPU: our experts, "
+                        "computed by the CPU; offload: Marlin's, which the GPU reads from host memory")  # fmt: skip
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share each layer")
     parser.add_argument("--expert-parallel", action="store_true", help="these GPUs split the experts, not each expert")
     args = parser.parse_args()
@@ -83,11 +89,13 @@ def engine(name: str, gpu: bool, args: argparse.Namespace) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         ignore = LINEARS_TOO if name == "all-NVFP4" else IGNORE
         quantization = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ignore}
+        ours = name.endswith("NVFP4") or name == "CPU"
         quantized = {} if name == "bf16" else {"quantization_config": quantization | {"exclude_modules": ignore}}
         Path(folder, "config.json").write_text(json.dumps(config | quantized))
         return LLM(
-            folder, quantization="moe_nvfp4" if name.endswith("NVFP4") else None, load_format="dummy", dtype="bfloat16",
+            folder, quantization="moe_nvfp4" if ours else None, load_format="dummy", dtype="bfloat16",
             max_model_len=longest, skip_tokenizer_init=True, enable_prefix_caching=False, **options,
+            **IN_HOST_MEMORY.get(name, {}),
         )  # fmt: skip
 
 

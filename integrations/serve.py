@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -20,15 +21,18 @@ app(prog_name="transformers")
 """
 
 
-def serve_command(model: str, engine: str | None = None, options: Sequence[str] = ()) -> list[str]:
+def serve_command(
+    model: str, engine: str | None = None, options: Sequence[str] = (), cpu_experts: int | str | None = None
+) -> list[str]:
     """The command that serves `model` (a folder, or a name on the Hub) with 4-bit experts. Python imports nothing from
     the current folder (-P): in a checkout, that would be another copy of this library than the installed one.
 
-    engine   "vllm" or "transformers"; None: vLLM if it is installed
-    options  passed on to the engine
+    engine       "vllm" or "transformers"; None: vLLM if it is installed
+    options      passed on to the engine
+    cpu_experts  for vLLM: layers whose experts stay on the CPU, a number, "all" or "auto"
 
     ImportError for an engine that is not installed, OSError for a model that cannot be read from the Hub, ValueError
-    for one that would be served dense.
+    for one that would be served dense, and for `cpu_experts` where the engine cannot get it.
     """
     if engine is None:
         engine = "vllm" if find_spec("vllm") else "transformers"
@@ -39,7 +43,16 @@ def serve_command(model: str, engine: str | None = None, options: Sequence[str] 
     if engine == "vllm":
         # `vllm serve` reads the metadata of a package named "vllm", which CPU builds do not have
         server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        if cpu_experts is not None:
+            if any(option.startswith("--hf-overrides") for option in options):
+                raise ValueError(
+                    f"--cpu-experts and --hf-overrides: vLLM takes the latter once: say it there, "
+                    f'{{"moe_nvfp4": {{"cpu_experts": {json.dumps(cpu_experts)}, ...}}}}'
+                )
+            server += ["--hf-overrides", json.dumps({"moe_nvfp4": {"cpu_experts": cpu_experts}})]
         return [*server, "--quantization", "moe_nvfp4", *options]
+    if cpu_experts is not None:
+        raise ValueError("--cpu-experts: transformers' server has no option for it: install vLLM")
     from transformers import PretrainedConfig
     from transformers.utils.import_utils import is_serve_available
 

@@ -189,6 +189,15 @@ def _kernels(device: torch.device) -> ModuleType:
     return offload.functions()
 
 
+def serve_beside(device: torch.device, threads: int) -> None:
+    """Say that this process serves models whose experts stay on the CPU beside `device`: with so many threads, whatever
+    torch's number becomes, and in CUDA graphs that are replayed one after the other, and so share memory.
+
+    NotImplementedError if the CPU cannot compute beside that device.
+    """
+    _kernels(device).serve(threads)
+
+
 def beside(device: Device) -> str:
     """For `moe-nvfp4 env`: whether experts can stay on the CPU beside `device`, or why not."""
     return offload.unavailable(device) or "experts kept on the CPU"

@@ -13,6 +13,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_nvfp4._version import __version__
+from moe_nvfp4.integrations.placement import check_cpu_experts
 from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, read_config
 from moe_nvfp4.quantize.files import read_json
 from moe_nvfp4.quantize.linears import as_wanted
@@ -152,14 +153,6 @@ class MoeNvfp4Config(QuantizationConfigMixin):
             return True
         # Other tools name experts one by one: the first stands for all
         return any(names_experts(p, module_name, experts=(0,)) for p in self.ignore if "expert" in p)
-
-
-def check_cpu_experts(layers: int | str, model: Any = None, there: int | None = None) -> None:
-    """ValueError unless `layers` is a number of layers, "all" or "auto", and at most `there`, those of `model`."""
-    if layers not in ("all", "auto") and (isinstance(layers, bool) or not isinstance(layers, int) or layers < 0):
-        raise ValueError(f"cpu_experts must be a number of layers, 'all' or 'auto', got {layers!r}")
-    if there is not None and isinstance(layers, int) and layers > there:
-        raise ValueError(f"cpu_experts={layers}: {type(model).__name__} has {there} layers of experts")
 
 
 def loading_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_nvfp4.integrations.huggingface.config import check_cpu_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.placement import SCRATCH, check_cpu_experts, fewest_on_cpu, no_gpu
 from moe_nvfp4.quantize.report import readable_size
 
 CONTEXT = 8192  # tokens of the KV cache that "auto" leaves room for
-SCRATCH = 3 << 30  # bytes that "auto" leaves free: activations, graphs, weights that are copied for long prompts
 SHARED = ("shared_experts", "shared_expert", "shared_mlp")  # the names that blocks have for their shared experts
 
 
@@ -54,8 +53,8 @@ def layers_on_cpu(model: nn.Module, layers: int | str, context: int = CONTEXT, m
     if not experts:
         raise ValueError(f"{type(model).__name__} has no 4-bit experts to keep on the CPU: call swap_experts first")
     if layers == "auto":
-        return len(experts) - _fitting(model, experts, context, memory)
-    check_cpu_experts(layers, model, len(experts))
+        return _fewest(model, experts, context, memory)
+    check_cpu_experts(layers, type(model).__name__, len(experts))
     return len(experts) if layers == "all" else int(layers)
 
 
@@ -90,27 +89,16 @@ def cache_bytes(model: nn.Module) -> int:
     return int(config.num_hidden_layers * width * next(model.parameters()).element_size())
 
 
-def _fitting(model: nn.Module, experts: list[HFExperts], context: int, memory: int | None) -> int:
-    """The number of layers whose experts have room on the GPU."""
+def _fewest(model: nn.Module, experts: list[HFExperts], context: int, memory: int | None) -> int:
+    """The number of layers whose experts have no room on the GPU."""
     if memory is None:
         if not torch.cuda.is_available():
-            raise ValueError("cpu_experts='auto' asks the GPU for its memory, and there is none: say 'all' or a number")
+            raise no_gpu()
         memory = torch.cuda.mem_get_info()[0]
-    rest, cache = _bytes(model) - sum(map(_bytes, experts)), context * cache_bytes(model)
-    room = memory - rest - cache - SCRATCH
-    if room < 0:
-        sizes = ", ".join(map(readable_size, (rest, cache, SCRATCH)))
-        raise ValueError(
-            f"{readable_size(memory)} of free GPU memory are too few even with all experts on the CPU: other weights, "
-            f"a KV cache of {context} tokens and scratch take {sizes}; take a larger GPU, or quantize the linears too"
-        )
-    count = 0
-    for layer in reversed(experts):  # the first ones stay
-        room -= _bytes(layer)
-        if room < 0:
-            break
-        count += 1
-    return count
+    sizes = list(map(_bytes, experts))
+    needs = {"other weights": _bytes(model) - sum(sizes),
+             f"a KV cache of {context} tokens": context * cache_bytes(model), "scratch": SCRATCH}  # fmt: skip
+    return fewest_on_cpu(sizes, memory, needs)
 
 
 def _bytes(module: nn.Module) -> int:

@@ -25,7 +25,7 @@ from moe_nvfp4.integrations.huggingface.calibration import (
     importance_of_file,
     model_importance,
 )
-from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_cpu_experts
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import choose_linears, model_conversions
 from moe_nvfp4.integrations.huggingface.experts import (
     HALF_SWAPPED,
@@ -43,6 +43,7 @@ from moe_nvfp4.integrations.huggingface.layerwise import check_ids
 from moe_nvfp4.integrations.huggingface.offload import keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
+from moe_nvfp4.integrations.placement import check_cpu_experts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.prepared import computes_parameters
 from moe_nvfp4.progress import progress_bar
@@ -103,7 +104,7 @@ def swap_experts(
         else:
             groups.setdefault(id(module), ([], module, layout))[0].append(name)
     if cpu_experts is not None:
-        check_cpu_experts(cpu_experts, model, len(groups))
+        check_cpu_experts(cpu_experts, type(model).__name__, len(groups))
     for names, module, layout in groups.values():
         _check_weights(names[0], module, layout)
     quantizer = MoeNvfp4Quantizer(config, pre_quantized=False)

@@ -6,12 +6,13 @@
 
 FOLDER holds NVFP4 experts (ModelOpt or compressed-tensors), or bf16 ones, which are quantized as they are read.
 
-    config.py   the quantization config: which layers are ours, and which options and files are errors
-    method.py   one MoE layer: its parameters and its forward
-    linear.py   one linear, or several that vLLM fuses
-    adapters.py a LoRA adapter of experts; does not import vLLM
-    loading.py  fills an `NVFP4Experts` from single tensors; does not import vLLM
-    engine.py   uses vLLM's internals, which change with its versions
+    config.py    the quantization config: which layers are ours, and which options and files are errors
+    method.py    one MoE layer: its parameters and its forward
+    linear.py    one linear, or several that vLLM fuses
+    adapters.py  a LoRA adapter of experts; does not import vLLM
+    loading.py   fills an `NVFP4Experts` from single tensors; does not import vLLM
+    placement.py which layers' experts stay on the CPU; does not import vLLM
+    engine.py    uses vLLM's internals, which change with its versions
 """
 
 NAME = "moe_nvfp4"

@@ -12,9 +12,11 @@ import torch
 import vllm
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from moe_nvfp4.integrations.placement import no_gpu
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
 from moe_nvfp4.integrations.vllm.loading import check_files, dense_names
+from moe_nvfp4.integrations.vllm.placement import Placement
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
 from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
@@ -27,7 +29,7 @@ READERS: dict[str, tuple[str, ...]] = {"modelopt": ("modelopt_mixed", "modelopt_
 DENSE_HEADS = ("gpt_oss", "jamba", "qwen3_next", "step3_text")
 VLLM = "vllm"
 LINEARS = (NAME, VLLM)
-OPTIONS = ("activations", "recipe", "exclude", "linears", "adapter")
+OPTIONS = ("activations", "recipe", "exclude", "linears", "adapter", "cpu_experts")
 
 
 def check_version() -> None:
@@ -57,6 +59,8 @@ class MoeNvfp4Config(QuantizationConfig):
     linears      with NVFP4 files: whose kernels run NVFP4 linears, "vllm" or "moe_nvfp4"; default: vLLM's, except on a
                  CPU, where it has none
     adapter      a folder with a LoRA adapter of experts, which all requests get
+    cpu_experts  layers whose experts stay in host memory beside a GPU, and are computed by the CPU: a number (the first
+                 ones), "all", or "auto": as many as the GPU has no room for
     """
 
     def __init__(self, base: QuantizationConfig | None = None, info: QuantizationInfo | None = None):
@@ -67,6 +71,7 @@ class MoeNvfp4Config(QuantizationConfig):
         self.activations, self.recipe, self.exclude = None, DEFAULT_RECIPE, []
         self.linears: str | None = None
         self.adapter: ExpertsAdapter | None = None
+        self.placement = Placement()
         self.dense: list[str] = []  # matrices that stay dense, as the files name them, if these are here
         self.experts: list[str] = []  # the experts modules that vLLM has asked about
         if base is not None:
@@ -134,11 +139,18 @@ class MoeNvfp4Config(QuantizationConfig):
                                  "moe-nvfp4 quantize SRC DST --linears all makes them 4-bit")  # fmt: skip
             if self.base is not None and key in ("recipe", "exclude"):
                 raise ValueError(f"moe_nvfp4: {key}={value!r}: these experts are NVFP4 already; it is for bf16 folders")
-            setattr(self, key, ExpertsAdapter(value) if key == "adapter" else value)
+            if key == "cpu_experts":
+                self.placement = Placement(value)
+            else:
+                setattr(self, key, ExpertsAdapter(value) if key == "adapter" else value)
         return self
 
     def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
+        from vllm.platforms import current_platform
+
         self.choose(getattr(hf_config, "moe_nvfp4", None) or {})
+        if self.placement.wanted == "auto" and current_platform.is_cpu():
+            raise no_gpu()
         if self.adapter is not None:
             self.adapter.check_layers(hf_config.get_text_config().num_hidden_layers)
         if self.base is not None:
@@ -212,7 +224,8 @@ class MoeNvfp4Config(QuantizationConfig):
             )
         if not theirs:
             dialect = None if self.base is None else self.info.dialect
-            return MoeNvfp4Method(layer, dialect, self.activations or activations, self.recipe, self.adapter)
+            activations = self.activations or activations
+            return MoeNvfp4Method(layer, dialect, activations, self.recipe, self.adapter, self.placement)
         if self.base is None or self.ignores(prefix):
             return None  # vLLM runs them unquantized
         return self.base.get_quant_method(layer, prefix)

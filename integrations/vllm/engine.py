@@ -10,15 +10,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from vllm.config import get_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from moe_nvfp4.experts import NVFP4Experts
+from moe_nvfp4.integrations.placement import SCRATCH
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.config import READERS
 from moe_nvfp4.integrations.vllm.loading import check_folder, checked
@@ -189,6 +192,48 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
         )
 
 
+def refuse_on_cpu(layer: RoutedExperts, device: torch.device, fused: bool) -> None:
+    """NotImplementedError if the experts of `layer` cannot stay on the CPU beside x on `device`.
+
+    fused  whether its kernels compute the whole layer: else the host waits for the GPU, which CUDA graphs cannot
+    """
+    config = get_current_vllm_config()
+    if (ranks := config.parallel_config.world_size_across_dp) > 1:
+        raise NotImplementedError(
+            f"{layer.layer_name}: cpu_experts keeps whole experts beside one GPU, and this engine has {ranks} ranks: "
+            "leave out cpu_experts, or the parallelism (one engine for each GPU)"
+        )
+    if device.type != "cpu" and not fused and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        raise NotImplementedError(
+            f"{layer.layer_name}: cpu_experts with an adapter of experts, or a gate that the kernels do not have: "
+            "the host then waits for the GPU at each layer, which CUDA graphs cannot: add --enforce-eager"
+        )
+
+
+def room(config: VllmConfig, moe: FusedMoEConfig) -> tuple[int, dict[str, int]]:
+    """What the GPU of this process has room for, once all weights but experts are there: the bytes that vLLM may use,
+    and what takes them besides experts -> its bytes."""
+    tokens, vocabulary = config.scheduler_config.max_num_batched_tokens, config.model_config.get_vocab_size()
+    requests = min(tokens, config.scheduler_config.max_num_seqs)
+    rows = moe.hidden_dim + 3 * moe.intermediate_size_per_partition  # numbers of a token at one expert: y, gate, up, h
+    step = 2 * tokens * moe.experts_per_token * rows + 3 * 4 * requests * vocabulary  # logits fp32, and their sampler's
+    cache = config.cache_config.kv_cache_memory_bytes or _cache_bytes(config)
+    memory = int(torch.cuda.mem_get_info()[1] * config.cache_config.gpu_memory_utilization)
+    return memory, {
+        "other weights": torch.cuda.memory_allocated(),
+        f"a KV cache of {config.model_config.max_model_len} tokens": cache,
+        f"scratch for {tokens} tokens at a time": SCRATCH + step,
+    }
+
+
+def _cache_bytes(config: VllmConfig) -> int:
+    """Bytes that the KV cache must have for one request of the longest length."""
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
+    own = [layer for layer in layers if getattr(layer, "kv_sharing_target_layer_name", None) is None]
+    specs = [spec for layer in own if (spec := layer.get_kv_cache_spec(config)) is not None]
+    return sum(spec.max_memory_usage_bytes(config) for spec in specs)
+
+
 def awaits(parameter: torch.nn.Parameter, numbers: int) -> None:
     """Tell vLLM how many numbers of files come for a parameter. Loading weights again, it counts them, and prepares a
     layer when all have come, or at the end; till then the layer is on meta, and vLLM keeps what came."""
@@ -296,6 +341,20 @@ def whole_and_dense() -> tuple[bool, bool]:
     """Whether this process has all layers of the model, and whether the model's config counts no experts."""
     config = get_current_vllm_config()
     return config.parallel_config.pipeline_parallel_size == 1, config.model_config.get_num_experts() == 0
+
+
+def current() -> VllmConfig:
+    """The config of the engine whose model is being made."""
+    return get_current_vllm_config()
+
+
+def model_class() -> str:
+    return get_current_vllm_config().model_config.architecture
+
+
+def log(text: str) -> None:
+    """A line of vLLM's log."""
+    init_logger("vllm.moe_nvfp4").info(text)
 
 
 def dummy_weights() -> bool:

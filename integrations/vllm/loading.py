@@ -39,6 +39,7 @@ class ExpertLoader:
     dialect   how the files name and scale NVFP4 numbers; None: they hold bf16, fp16 or fp32, which is quantized here
     tp        (rank, size) of tensor parallelism
     recipe    how block scales are chosen when dense weights are quantized
+    device    where they are quantized; None: where `experts` are
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class ExpertLoader:
         dialect: Dialect | None,
         tp: tuple[int, int] = (0, 1),
         recipe: str = DEFAULT_RECIPE,
+        device: torch.device | None = None,
     ):
         self.experts, self.name, self.dialect, self.tp, self.recipe = experts, name, dialect, tp, recipe
+        self.device = experts.down_proj.device if device is None else device
         self._seen: set[tuple[str, str, int]] = set()  # kind, projection, expert
         self._halves: dict[int, dict[str, Tensor]] = {}  # dense gate or up of an expert, until the other one comes
         # vLLM makes the model's dtype the default
@@ -157,9 +160,9 @@ class ExpertLoader:
                 return
             halves = {half: self._halves[e][half] for half in ("gate_proj", "up_proj")}
             del self._halves[e]
-        device = self.experts.down_proj.device
-        amax = torch.stack([half.to(device).abs().amax().float() for half in halves.values()]).amax()
-        rows = torch.cat([self._of_rank(half, half_part, where).to(device) for half_part, half in halves.items()])
+        there = {half_part: half.to(self.device) for half_part, half in halves.items()}
+        amax = torch.stack([half.abs().amax().float() for half in there.values()]).amax()
+        rows = torch.cat([self._of_rank(half, half_part, where) for half_part, half in there.items()])
         try:
             codes, sf, scale = quantize_matrix(nvfp4.pad_k(rows), self.recipe, recipe_global_scale(amax, self.recipe))
         except ValueError as error:

@@ -12,10 +12,11 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExper
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.utils import set_weight_attrs
 
-from moe_nvfp4.experts import NVFP4Experts
+from moe_nvfp4.experts import NVFP4Experts, serve_beside
 from moe_nvfp4.integrations.vllm import engine
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
 from moe_nvfp4.integrations.vllm.loading import OUTSIDE, ExpertLoader, refresh
+from moe_nvfp4.integrations.vllm.placement import Placement
 from moe_nvfp4.ops import Adapters
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.ready import prepare
@@ -34,10 +35,11 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         activations: str,
         recipe: str,
         adapter: ExpertsAdapter | None = None,
+        placement: Placement | None = None,
     ):
         super().__init__(layer.moe_config)
         engine.refuse(layer, dense=dialect is None, adapter=adapter is not None)
-        self.adapter = adapter
+        self.adapter, self.placement = adapter, placement or Placement()
         self.gate, self.own_gate = engine.gate_of(layer)
         self.dialect, self.activations, self.recipe = dialect, activations, recipe
 
@@ -51,10 +53,11 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         **extra_weight_attrs,
     ) -> None:
         tp = (self.moe.tp_rank, self.moe.tp_size)
-        device = torch.get_default_device()
+        self.device = torch.get_default_device()  # of x
+        on_cpu = self.placement.next_on_cpu()
 
-        def loader() -> ExpertLoader:
-            """An empty layer, to be filled."""
+        def loader(device: torch.device) -> ExpertLoader:
+            """An empty layer on this device, to be filled."""
             experts = NVFP4Experts(
                 num_experts, hidden_size, intermediate_size_per_partition, self.gate, self.activations,
                 params_dtype if self.moe.has_bias else None, device=device,
@@ -63,17 +66,21 @@ class MoeNvfp4Method(FusedMoEMethodBase):
                 experts.own_gate = self.own_gate
             if tp[1] > 1:
                 experts.share_rows(engine.tp_group())
-            return ExpertLoader(experts, layer.layer_name, self.dialect, tp, self.recipe)
+            return ExpertLoader(experts, layer.layer_name, self.dialect, tp, self.recipe, self.device)
 
-        self.new_loader, self.loader = loader, loader()
+        self.new_loader, self.loader = loader, loader(torch.device("cpu") if on_cpu else self.device)
+        self.number = self.placement.add(sum(p.nbytes for p in self.loader.experts.parameters()))
         self.sizes = hidden_size, intermediate_size_per_partition * tp[1], num_experts
         self.adapters: Adapters = ((), ())
         if self.adapter is not None:
             mine = engine.experts_here(layer, num_experts)
             sizes = self.moe.num_experts, *self.sizes[:2]
             found = self.adapter.of(layer.layer_name, sizes, self.gate.gated, mine, tp)
-            self.adapters = tree_map(lambda t: t.to(device, params_dtype), found)
+            self.adapters = tree_map(lambda t: t.to(self.device, params_dtype), found)
         self.failed = False  # whether weights were loaded again, and not all of them came
+        if on_cpu:
+            engine.refuse_on_cpu(layer, self.device, self.loader.experts._hooks(self.adapters).fused)
+        self.model, self.room = engine.model_class(), partial(engine.room, engine.current(), self.moe)
         engine.hide(layer, self.loader.experts)
         self.dummy, self.folder = engine.dummy_weights(), engine.model_folder()
         # Empty parameters under the names into which vLLM translates the files' names: their loaders are ours.
@@ -110,7 +117,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
                 return False if return_success else None
             again = engine.is_announced(param)
             if again and self.loader is None:
-                self.loader = self.new_loader()
+                self.loader = self.new_loader(layer.nvfp4.down_proj.device)
             if self.loader is None or self.failed or (again and gpt_oss):
                 raise NotImplementedError(self._why_not(layer, weight_name))
             if gpt_oss:
@@ -143,6 +150,8 @@ class MoeNvfp4Method(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         loader, again = self.loader, self.loader is not None and self.loader.experts is not layer.nvfp4
         self.failed = again  # until all is done
+        if not again:
+            self._place(layer.nvfp4)
         if self.dummy and not again:
             _randomize(layer.nvfp4)
         else:
@@ -153,6 +162,18 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         if again:
             refresh(layer.nvfp4, loader.experts, layer.layer_name)
         self.loader, self.failed = None, False
+
+    def _place(self, experts: NVFP4Experts) -> None:
+        """Keep the experts on the CPU, or bring them to the GPU if that is where they stay."""
+        if self.placement.stays(self.number, self.model, self.room):
+            experts.keep_on_cpu()
+            if self.device.type != "cpu":
+                serve_beside(self.device, torch.get_num_threads())
+                self.adapters = tree_map(lambda t: t.cpu(), self.adapters)
+        elif experts.down_proj.device != self.device:
+            experts.to(self.device)
+        if self.number == 0 and self.placement.count:
+            engine.log(str(self.placement))
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None  # only vLLM's own kernels need one
@@ -193,7 +214,7 @@ def _randomize(experts: NVFP4Experts) -> None:
             parameter.data.fill_(1 / 256)
         elif name.endswith("_sf"):
             parameter.data.fill_(0x38)
-        elif parameter.dtype == torch.uint8:
-            parameter.data.random_(0, 256)
+        elif parameter.dtype == torch.uint8:  # eight at a time: a CPU draws numbers one by one
+            parameter.data.view(torch.int64).random_(-(1 << 63), None)
         else:
             parameter.data.zero_()

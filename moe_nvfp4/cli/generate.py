@@ -13,6 +13,7 @@ from moe_nvfp4.cli.options import (
     add_answering,
     add_cpu_experts,
     add_device,
+    add_map_files,
     add_quantizing,
     command,
     prompt_text,
@@ -36,6 +37,7 @@ def add(commands: Commands) -> None:
     add_quantizing(sub)
     add_device(sub)
     add_cpu_experts(sub)
+    add_map_files(sub)
 
 
 def run(args: argparse.Namespace) -> None:

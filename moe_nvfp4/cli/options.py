@@ -96,6 +96,9 @@ def add_cpu_experts(sub: argparse.ArgumentParser) -> None:
         help="how many layers keep their experts on the CPU and compute them there: a number, 'all', or 'auto' for as "
         "many as the GPU has no room for",
     )  # fmt: skip
+
+
+def add_map_files(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--map-files", action="store_true",
         help="leave 4-bit experts that run on the CPU in their files, for models larger than the memory: what a token "

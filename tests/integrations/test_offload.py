@@ -22,8 +22,9 @@ from moe_nvfp4.integrations.huggingface import (
     swap_experts,
 )
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.integrations.huggingface.offload import CONTEXT, SCRATCH, SHARED, SharedAhead, cache_bytes
+from moe_nvfp4.integrations.huggingface.offload import CONTEXT, SHARED, SharedAhead, cache_bytes
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter
+from moe_nvfp4.integrations.placement import SCRATCH
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
 from tests.common import random_layer, relative_error

@@ -1,6 +1,7 @@
 """`moe-nvfp4 serve` chooses an engine and passes the rest on; tests/integrations/test_vllm.py tests the servers."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -77,3 +78,21 @@ def test_options_after_the_model_are_the_engines(monkeypatch, capsys):
     assert ran[0][-3:] == ["--port", "1", "--enforce-eager"]
     assert cli.main(["serve", "some/model", "--engine", "transformers"]) == 2 and len(ran) == 1
     assert "--engine must stand before MODEL" in capsys.readouterr().err
+
+
+def test_experts_on_the_cpu_are_an_option_of_vllm(monkeypatch, capsys):
+    installed(monkeypatch, "vllm", "transformers", "fastapi", "accelerate")
+    ran = []
+    monkeypatch.setattr(os, "execv", lambda file, command: ran.append(command))
+    for given, number in (("12", 12), ("auto", "auto")):
+        assert cli.main(["serve", "--cpu-experts", given, "some/model", "--port", "1"]) == 0
+        place = ran[-1].index("--hf-overrides")
+        assert json.loads(ran[-1][place + 1]) == {"moe_nvfp4": {"cpu_experts": number}}
+        assert ran[-1][-2:] == ["--port", "1"]
+    for arguments, text in [
+        (["some/model", "--cpu-experts", "12"], "--cpu-experts must stand before MODEL"),
+        (["--cpu-experts", "12", "some/model", "--hf-overrides={}"], 'say it there, {"moe_nvfp4": {"cpu_experts": 12'),
+        (["--engine", "transformers", "--cpu-experts", "all", "some/model"], "no option for it: install vLLM"),
+    ]:
+        assert cli.main(["serve", *arguments]) == 2 and len(ran) == 2
+        assert text in capsys.readouterr().err

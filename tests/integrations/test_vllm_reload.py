@@ -39,7 +39,7 @@ def w4a4(input_scale):
 NAMES = ("one", "two")
 FORMS = {  # form -> function that makes it, options of vLLM
     "experts": (made(dialect="compressed-tensors"), {}),
-    "all": (made(linears="all"), {}),
+    "all": (made(linears="all"), {"hf_overrides": {"moe_nvfp4": {"cpu_experts": 1}}}),
     "w4a4": (w4a4(0.01), {}),
     "w4a4, dynamic": (w4a4(None), {}),
     "bf16": (lambda dense, path: dense, {"quantization": "moe_nvfp4"}),

@@ -336,6 +336,44 @@ def test_a_graph_runs_as_often_as_one_likes(driver):
 
 
 @needs_library
+def test_the_graphs_of_a_server_share_memory(driver, monkeypatch):
+    """They are replayed in any order, but one after the other. A buffer that became too small stays for those that know
+    it. Threads are as many as the server has said, whatever torch's number is."""
+    made = cpu.Call
+    monkeypatch.setattr(offload, "_served_by", None)
+    monkeypatch.setattr(offload, "_served", {})
+    monkeypatch.setattr(offload, "cores", lambda: 9)
+    given = []
+    monkeypatch.setattr(cpu, "Call", lambda *args: given.append(args[-1]) or made(*args))
+    offload.serve(5)
+    layers, graphs = [random_layer(**SIZES, seed=i).weights for i in range(2)], []
+    for T in (2, 60, 9):
+        batch = inputs(T, T)
+        driver.begin_capture()
+        y = offload.experts(*batch, layers[0])
+        z = offload.experts(y, *batch[1:], layers[1])
+        graphs.append((driver.end_capture(), batch, y, z))
+    (workspace,) = offload._served.values()
+    assert offload._graphs == [] and len(workspace.calls) == 6 and set(given) == {5} != {torch.get_num_threads()}
+    for seed, i in enumerate((1, 0, 2, 0, 1)):
+        graph, batch, _, z = graphs[i]
+        for t, new in zip(batch, inputs(len(z), 20 + seed), strict=True):
+            t.copy_(new)
+        other = inputs(40, seed)
+        eager = offload.experts(*other, layers[0])
+        driver.work += graph
+        driver.synchronize()
+        assert torch.equal(z, cpu.experts(cpu.experts(*batch, layers[0]), *batch[1:], layers[1]))
+        assert torch.equal(eager, cpu.experts(*other, layers[0]))
+    for release in driver.owners[2:]:  # two graphs are gone
+        release()
+    driver.begin_capture()
+    offload.experts(*inputs(3, 0), layers[0])
+    driver.end_capture()
+    assert len(workspace.calls) == 3 and list(offload._served.values()) == [workspace]
+
+
+@needs_library
 def test_without_mailboxes_it_is_a_host_function(driver, monkeypatch):
     def none_left(memory):
         raise OSError

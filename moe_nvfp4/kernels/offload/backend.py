@@ -12,7 +12,8 @@ Many tokens. From UPLOAD tokens per expert on, the weights are copied to the GPU
 GB/s), also out of files (`files`). The portable backend multiplies by one piece while the next is copied (`upload`).
 
 Memory. Calls on one stream run one after the other, so they share pinned buffers and scratch (`_Workspace`). So do
-calls captured into one graph; the graph keeps these (as CUDA user objects), because it may run at any time.
+calls captured into one graph; the graph keeps these (as CUDA user objects), because it may run at any time. A server
+has thousands of graphs, which it replays one after the other: all of them share one workspace (`serve`).
 
 Errors. A call that fails on the CPU (out of memory, illegal ids, a file that is gone) gives NaN, in a graph too. The
 next call of any layer raises, and so does `check`.
@@ -129,6 +130,17 @@ def _on_gpu(x: Tensor, ids: Tensor, p: Tensor, weights: ExpertWeights) -> Tensor
     return total.to(x.dtype)
 
 
+def serve(threads: int) -> None:
+    """For the process of a server, which captures a graph for each of many batch sizes, or several, and sets torch's
+    number of threads to 1 once the weights are loaded.
+
+    From now on calls use `threads`, and all graphs of a device share memory: the process must replay them one after the
+    other.
+    """
+    global _served_by
+    _served_by = threads
+
+
 def check() -> None:
     """Raise the error of a call that has failed since `check` was last called. It does not wait: synchronize first."""
     try:
@@ -140,7 +152,7 @@ def check() -> None:
 def _threads() -> int:
     """As many threads as torch has, but with SPARE cores left to the program's other threads: if one of ours had to
     wait for those, all would."""
-    return max(1, min(torch.get_num_threads(), cores() - SPARE))
+    return max(1, min(_served_by or torch.get_num_threads(), cores() - SPARE))
 
 
 def _run(call: cpu.Call, mailbox: cpu.Mailbox | None, stream: int, meanwhile: Callable[[], None] | None) -> None:
@@ -182,7 +194,8 @@ class _Scratch:
 
 @dataclass
 class _Workspace:
-    """What calls that run one after the other share: those of a stream, or of one capture, whose graph keeps them."""
+    """What calls that run one after the other share: those of a stream, of one capture, whose graph keeps them, or of
+    all captures (`serve`)."""
 
     mailbox: cpu.Mailbox | None
     graph: int = 0
@@ -214,6 +227,11 @@ class _Workspace:
             _do("cuGraphRetainUserObject", ctypes.c_void_p(self.graph), owner, 1, 1)  # moves our reference to the graph
         self.calls.append(call)
 
+    def begin(self, graph: int) -> None:
+        """The next calls are captured into this graph."""
+        if graph != self.graph:
+            self.graph, self.calls = graph, [c for c in self.calls if not c.released]
+
     @property
     def over(self) -> bool:
         """Whether this belonged to a graph that is gone."""
@@ -223,6 +241,8 @@ class _Workspace:
 _lock = Lock()
 _streams: dict[tuple[int, int], _Workspace] = {}  # by device and stream
 _graphs: list[_Workspace] = []
+_served_by: int | None = None  # the threads of a server's process, see `serve`
+_served: dict[int, _Workspace] = {}  # by device: that of all its graphs
 _mailboxes: list[cpu.Mailbox] = []  # free ones: their graphs are gone
 
 
@@ -234,6 +254,11 @@ def _workspace(device: int, stream: int) -> _Workspace:
         if (device, stream) not in _streams:
             _streams[device, stream] = _Workspace(_mailbox(device))
         return _streams[device, stream]
+    if _served_by is not None:
+        if device not in _served:
+            _served[device] = _Workspace(_mailbox(device))
+        _served[device].begin(graph.value or 0)
+        return _served[device]
     for workspace in _graphs:
         if workspace.capture == capture.value:
             return workspace
