@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+import vllm
 from torch import Tensor
 from torch.nn import functional as F
 from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
@@ -240,6 +241,15 @@ def awaits(parameter: torch.nn.Parameter, numbers: int) -> None:
     parameter.weight_loader_numel = numbers
 
 
+def _counts_what_is_awaited() -> bool:
+    """Whether this vLLM looks at what `awaits` says."""
+    from vllm.model_executor.model_loader.reload.utils import get_layer_size
+
+    layer = torch.nn.ParameterList([torch.empty(0)])
+    awaits(layer[0], 1)
+    return get_layer_size(layer) == 1
+
+
 def is_announced(param: Tensor) -> bool:
     """Whether vLLM only counts the numbers of a tensor, and brings it again when the layer is complete."""
     return param.is_meta
@@ -272,6 +282,11 @@ def _checking(reload: Callable[..., None]) -> Callable[..., None]:
                 raise NotImplementedError(
                     "is_checkpoint_format=False: 4-bit layers keep their weights in a layout of their own, in which no "
                     "tensors come: leave it out, and send tensors as files have them"
+                )
+            if not _counts_what_is_awaited():
+                raise NotImplementedError(
+                    f"reload_weights: vLLM {vllm.__version__} prepares a layer as soon as its parameters are full, and "
+                    "those of 4-bit experts are empty: serve with vLLM 0.31 or newer, or start the server again"
                 )
             if weights_iterator is not None:
                 weights_iterator = checked(weights_iterator, config.info)

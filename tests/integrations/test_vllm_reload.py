@@ -169,7 +169,7 @@ def test_other_forms(dense, tmp_path):
     llm.llm_engine.engine_core.shutdown()
 
 
-def test_what_is_refused(dense, tmp_path):
+def test_what_is_refused(dense, tmp_path, monkeypatch):
     """Tensors outside of a reload; a layer of which one is missing, and whatever comes after that."""
     (tmp_path / "one").mkdir()
     path = made(linears="attention")(dense / "one", tmp_path / "one")
@@ -179,6 +179,11 @@ def test_what_is_refused(dense, tmp_path):
     for part, name in ((".experts.", r"w2_weight"), ("o_proj.weight", r"o_proj\.weight")):
         with pytest.raises(NotImplementedError, match=rf"{name} comes outside of a reload.*reload_weights"):
             llm.apply_model(lambda model, part=part: model.load_weights(t for t in files.items() if part in t[0]))
+    with monkeypatch.context() as older:  # vLLM 0.26
+        older.setattr("vllm.model_executor.model_loader.reload.utils.get_layer_size",
+                      lambda layer: sum(p.numel() for p in layer.parameters()))  # fmt: skip
+        with pytest.raises(NotImplementedError, match="as soon as its parameters are full, .* 0.31 or newer"):
+            load_again(llm, weights_path=str(path))
     with pytest.raises(
         NotImplementedError, match="is_checkpoint_format=False: 4-bit layers keep their weights in a layo"
     ):
