@@ -189,7 +189,7 @@ class MoeNvfp4Config(QuantizationConfig):
     # ---- called for each layer
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         from vllm.model_executor.layers.fused_moe import RoutedExperts
-        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from moe_nvfp4.integrations.vllm import engine
@@ -201,10 +201,10 @@ class MoeNvfp4Config(QuantizationConfig):
             prefix = prefix or "lm_head"  # some of vLLM's models give no name (EXAONE, AFMoE)
         if not isinstance(layer, RoutedExperts):
             if isinstance(layer, LinearBase) and self.base is None:
-                return DenseLinearMethod(partial(self.check_effect, *engine.whole_and_dense()))
+                return DenseLinearMethod(prefix, partial(self.check_effect, *engine.whole_and_dense()))
             # vLLM's ModelOpt reader compares wildcards with fused names only: "*.q_proj" does not exclude "qkv_proj"
             if isinstance(layer, LinearBase) and self.ignores(prefix):
-                return UnquantizedLinearMethod()
+                return DenseLinearMethod(prefix)
             if isinstance(layer, LinearBase | ParallelLMHead) and self.info is not None and self.runs_linears():
                 activations = engine.linear_activations(self.base, prefix, self.info.activations)
                 if activations is not None:

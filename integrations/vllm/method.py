@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
 from vllm.model_executor.utils import set_weight_attrs
 
 from moe_nvfp4.experts import NVFP4Experts, serve_beside
 from moe_nvfp4.integrations.vllm import engine
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
-from moe_nvfp4.integrations.vllm.loading import OUTSIDE, ExpertLoader, refresh
+from moe_nvfp4.integrations.vllm.loading import OTHER, OUTSIDE, ExpertLoader, refresh
 from moe_nvfp4.integrations.vllm.placement import Placement
 from moe_nvfp4.ops import Adapters
 from moe_nvfp4.quantize.dialects import Dialect
@@ -195,15 +196,30 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         return layer.nvfp4(x, topk_ids, topk_weights, self.adapters)
 
 
+@register_weight_loader_v2_supported_method
 class DenseLinearMethod(UnquantizedLinearMethod):
-    """A linear of bf16 files, which stays as it is. `check` is called once it is loaded: by then all layers exist."""
+    """A linear that stays as it is, and refuses 4-bit weights, which vLLM may be given while it runs.
 
-    def __init__(self, check: Callable[[], None]):
+    name   of vLLM's module, for messages
+    check  called once the linear is loaded, when all layers exist
+    """
+
+    def __init__(self, name: str, check: Callable[[], None] | None = None):
         super().__init__()
-        self.check = check
+        self.name, self.check = name, check
+
+    def create_weights(self, *args: Any, weight_loader: Callable[..., Any], **attributes: Any) -> None:
+        def load(param: nn.Parameter, loaded_weight: Tensor, *shard: Any) -> Any:
+            if not loaded_weight.is_floating_point():
+                found = f"{loaded_weight.dtype} {list(loaded_weight.shape)}"
+                raise ValueError(f"{self.name}.weight comes as {found}, and is dense in the files {OTHER}")
+            return weight_loader(param, loaded_weight, *shard)
+
+        super().create_weights(*args, weight_loader=load, **attributes)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        self.check()
+        if self.check is not None:
+            self.check()
         super().process_weights_after_loading(layer)
 
 

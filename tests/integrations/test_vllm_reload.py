@@ -169,6 +169,24 @@ def test_other_forms(dense, tmp_path):
     llm.llm_engine.engine_core.shutdown()
 
 
+def test_4_bit_linears_for_dense_ones(dense, tmp_path):
+    """As vLLM's weight transfer hands them over, past `reload_weights`."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    def transfer(model):
+        initialize_layerwise_reload(model)
+        model.load_weights(files)
+
+    for name, linears in (("one", ()), ("two", "attention")):
+        convert_checkpoint(dense / name, tmp_path / name, Options(linears=linears), progress=False)
+    llm = engine(tmp_path / "one")
+    files = [(name, tensor) for name, tensor in tensors(tmp_path / "two").items() if "self_attn" in name]
+    message = r"self_attn\.\w+\.weight comes as torch\.uint8 \[\d+, 64\], and is dense .* start the server again with"
+    with pytest.raises(ValueError, match=message):
+        llm.apply_model(transfer)
+    llm.llm_engine.engine_core.shutdown()
+
+
 def test_what_is_refused(dense, tmp_path, monkeypatch):
     """Tensors outside of a reload; a layer of which one is missing, and whatever comes after that."""
     (tmp_path / "one").mkdir()
