@@ -153,8 +153,12 @@ def lock(path: Path, destination: Path) -> int:
             pid = os.read(fd, 20).decode(errors="replace").strip()
             os.close(fd)
             raise ValueError(f"{busy} (process {pid or 'unknown'})")
-    os.ftruncate(fd, 0)
-    os.write(fd, f"{os.getpid()}\n".encode())
+    try:
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+    except OSError as error:  # a full disk
+        unlock(fd, path)
+        raise OSError(error.errno, error.strerror, str(path)) from None
     return fd
 
 

@@ -195,6 +195,14 @@ def test_two_converters_on_one_destination(split, tmp_path, monkeypatch):
     same_files(whole, tmp_path / "x")
 
 
+def test_a_disk_without_room_for_the_lock_is_not_a_converter_at_work(tmp_path, monkeypatch):
+    source = folder(tmp_path / "a", experts(E=2))
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left on device: '.*x.partial/lock'"):
+        full.setattr(os, "write", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        converted(source, tmp_path / "x")
+    same_files(converted(source, tmp_path / "x"), converted(source, tmp_path / "y"))
+
+
 def test_a_destination_that_another_converter_has_finished(tmp_path, monkeypatch):
     """It may appear after this one has looked for it, and then nothing is converted in vain, or left."""
     source = folder(tmp_path / "a", experts(E=2))
