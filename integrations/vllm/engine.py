@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from moe_nvfp4.experts import NVFP4Experts
-from moe_nvfp4.integrations.placement import SCRATCH
+from moe_nvfp4.integrations.placement import COPIED, SCRATCH
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.config import READERS
 from moe_nvfp4.integrations.vllm.loading import check_folder, checked
@@ -211,9 +211,12 @@ def refuse_on_cpu(layer: RoutedExperts, device: torch.device, fused: bool) -> No
         )
 
 
-def room(config: VllmConfig, moe: FusedMoEConfig) -> tuple[int, dict[str, int]]:
+def room(config: VllmConfig, moe: FusedMoEConfig, largest: int) -> tuple[int, dict[str, int]]:
     """What the GPU of this process has room for, once all weights but experts are there: the bytes that vLLM may use,
-    and what takes them besides experts -> its bytes."""
+    and what takes them besides experts -> its bytes.
+
+    largest  bytes of the largest layer's experts
+    """
     tokens, vocabulary = config.scheduler_config.max_num_batched_tokens, config.model_config.get_vocab_size()
     requests = min(tokens, config.scheduler_config.max_num_seqs)
     rows = moe.hidden_dim + 3 * moe.intermediate_size_per_partition  # numbers of a token at one expert: y, gate, up, h
@@ -223,7 +226,7 @@ def room(config: VllmConfig, moe: FusedMoEConfig) -> tuple[int, dict[str, int]]:
     return memory, {
         "other weights": torch.cuda.memory_allocated(),
         f"a KV cache of {config.model_config.max_model_len} tokens": cache,
-        f"scratch for {tokens} tokens at a time": SCRATCH + step,
+        f"scratch for {tokens} tokens at a time": SCRATCH - 2 * (COPIED - min(COPIED, largest)) + step,
     }
 
 

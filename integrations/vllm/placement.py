@@ -30,17 +30,18 @@ class Placement:
         self.sizes.append(size)
         return len(self.sizes) - 1
 
-    def stays(self, number: int, model: str, room: Callable[[], tuple[int, Mapping[str, int]]]) -> bool:
+    def stays(self, number: int, model: str, room: Callable[[int], tuple[int, Mapping[str, int]]]) -> bool:
         """Whether the experts of layer `number` stay on the CPU. The first call settles it for all.
 
-        room  called for "auto": bytes of the GPU, and what else takes them -> its bytes
+        room  called for "auto" with the bytes of the largest layer: bytes of the GPU, and what else takes them -> its
+              bytes
 
         ValueError if `model` has fewer layers than wanted, or does not fit even with all experts on the CPU.
         """
         if self.count is None:
             check_cpu_experts(self.wanted, model, len(self.sizes))
             fixed = len(self.sizes) if self.wanted == "all" else self.wanted
-            self.count = fixed if isinstance(fixed, int) else fewest_on_cpu(self.sizes, *room())
+            self.count = fixed if isinstance(fixed, int) else fewest_on_cpu(self.sizes, *room(max(self.sizes)))
         return number < self.count
 
     def __str__(self) -> str:

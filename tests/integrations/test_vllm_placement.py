@@ -56,13 +56,13 @@ def test_a_number_counts_from_the_first_layer():
 def test_auto_fills_the_gpu_from_the_last_layer():
     """Of 98 bytes 37 are taken: 61 are left, which the last two layers take, and only one of them if a byte lacks."""
     needs = {"other weights": 30, "a KV cache of 5 tokens": 5, "scratch": 2}
-    created, stay, _ = settled("auto", [10, 30, 21, 40], lambda: (98, needs))
+    created, stay, _ = settled("auto", [10, 30, 21, 40], lambda largest: (98, needs))
     assert created == [True] * 4 and stay == [True, True, False, False]
-    assert settled("auto", [10, 30, 21, 40], lambda: (97, needs))[1] == [True, True, True, False]
-    assert settled("auto", [10, 30, 21, 40], lambda: (138, needs))[1] == [False] * 4
-    assert settled("auto", [10, 30, 21, 40], lambda: (37, needs))[1] == [True] * 4
+    assert settled("auto", [10, 30, 21, 40], lambda largest: (97, needs))[1] == [True, True, True, False]
+    assert settled("auto", [10, 30, 21, 40], lambda largest: (98 + largest, needs))[1] == [False] * 4
+    assert settled("auto", [10, 30, 21, 40], lambda largest: (37, needs))[1] == [True] * 4
     with pytest.raises(ValueError, match=r"too few even .*: other weights, a KV cache of 5 tokens and scratch take"):
-        settled("auto", [10], lambda: (36, needs))
+        settled("auto", [10], lambda largest: (36, needs))
 
 
 def test_what_auto_reckons_with(nvfp4, monkeypatch):
@@ -73,15 +73,16 @@ def test_what_auto_reckons_with(nvfp4, monkeypatch):
     moe = llm.apply_model(lambda model: [m.moe_config for m in model.modules() if hasattr(m, "nvfp4")])[0][0]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 50 << 30))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 12345)
-    memory, needs = engine.room(config, moe)
+    memory, needs = engine.room(config, moe, 5000)
     blocks = -(-100 // config.cache_config.block_size)
     cache = 3 * 2 * 2 * 32 * 4 * blocks * config.cache_config.block_size  # layers, k and v, heads, channels, fp32
     step = 256 * 2 * (128 + 3 * 64) * 2 + 16 * 96 * 12
     assert memory == int((50 << 30) * 0.4)
     assert needs == {"other weights": 12345, "a KV cache of 100 tokens": cache,
-                     "scratch for 256 tokens at a time": (3 << 30) + step}  # fmt: skip
+                     "scratch for 256 tokens at a time": (1 << 30) + 2 * 5000 + step}  # fmt: skip
+    assert list(engine.room(config, moe, 2 << 30)[1].values())[2] == (3 << 30) + step
     config.cache_config.kv_cache_memory_bytes = 777
-    assert 777 in engine.room(config, moe)[1].values()
+    assert 777 in engine.room(config, moe, 1)[1].values()
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -94,7 +95,7 @@ def test_answers(nvfp4, monkeypatch):
 
     def stays(self, number, model, room):
         sizes[:] = self.sizes
-        return real(self, number, model, lambda: (sum(self.sizes) // 2 + 7, {"others": 7}))
+        return real(self, number, model, lambda largest: (3 * largest // 2 + 7, {"others": 7}))
 
     monkeypatch.setattr(Placement, "stays", stays)
     for wanted, where in (
@@ -124,7 +125,7 @@ def test_where_weights_are_made(nvfp4, monkeypatch):
     monkeypatch.setattr(method.torch, "get_default_device", lambda: GPU)
     monkeypatch.setattr(method, "serve_beside", lambda device, threads: moved.append(device))
     monkeypatch.setattr(method, "prepare", lambda *args: None)
-    monkeypatch.setattr(engine, "room", lambda config, moe: (300_000, {"others": 0}))  # a layer has 110 688
+    monkeypatch.setattr(engine, "room", lambda config, moe, largest: (300_000, {"others": 0}))  # a layer has 110 688
     monkeypatch.setattr(method.ExpertLoader, "finish", lambda self: None)
     monkeypatch.setattr(Config, "maybe_update_config", lambda self, *args, **kw: self.choose(self.wanted))
     real = method.MoeNvfp4Method.process_weights_after_loading
