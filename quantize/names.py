@@ -47,11 +47,17 @@ def fused_names(stem: str) -> tuple[str, ...]:
     return tuple(f"{above}{dot}{part}" for part in parts)
 
 
+def mtp_layer(name: str, layers: int | None) -> str | None:
+    """The layer of multi-token prediction that `name` is in: mtp, mtp_block (ERNIE) or mtp_layers (MiMo), or one after
+    the last of `layers` layers; None: it is in none."""
+    if named := re.match(r"(.*?\.)?mtp(_\w+)?(?=\.)", name):
+        return named[0]
+    layer = re.match(r"(?:.*?\.)?(?:layers|blocks|h)\.(\d+)(?=\.)", name)
+    return layer[0] if layer and layers and int(layer[1]) >= layers else None
+
+
 def is_mtp(name: str, layers: int | None) -> bool:
-    """Whether `name` is in a layer of multi-token prediction: in mtp, mtp_block (ERNIE) or mtp_layers (MiMo), or after
-    the last of `layers` layers."""
-    layer = re.search(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.", name)
-    return re.search(r"(?:^|\.)mtp(_\w+)?\.", name) is not None or bool(layer and layers and int(layer[1]) >= layers)
+    return mtp_layer(name, layers) is not None
 
 
 # ModelOpt's stacks of NVFP4 experts, [E, in/2, out]
@@ -110,7 +116,9 @@ def names_experts(pattern: str, module: str, experts: Sequence[int] = (0, 1)) ->
     return any(all(matches(pattern, name) for name in names) for names in ([module], *parts))
 
 
-def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], dialect: Dialect) -> list[str]:
+def ignore_patterns(
+    dense: set[str], quantized: set[str], excluded: set[str], dialect: Dialect, layers: int | None = None
+) -> list[str]:
     """The `ignore` list of a config, which names the `dense` modules and the `excluded` experts.
 
     Entries are wildcards, in the form of `dialect`. Layers share one entry where no quantized module matches it.
@@ -118,6 +126,9 @@ def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], di
     k_proj and v_proj become qkv_proj) and matches the fused name. Where something in it is quantized, linears that are
     fused are named one by one, because vLLM looks up their parts by name, not by wildcard.
     Excluded experts are named with everything in them, and also as transformers names them.
+
+    Layers of multi-token prediction, of a model with so many `layers`, are also named as a whole where they are dense:
+    vLLM has names of its own for modules in them (layers.61.head for layers.61.shared_head.head).
 
     Where programs rename modules, which they do with names and not with expressions (`Dialect.renamed`), each module is
     named by itself, too, and of excluded experts number 0, which stands for all.
@@ -146,6 +157,8 @@ def ignore_patterns(dense: set[str], quantized: set[str], excluded: set[str], di
         found |= {pattern} if left and fold else left
     if dialect.renamed:
         found |= dense
+    mtp = {mtp_layer(name, layers) for name in {*dense, *excluded}}
+    found |= {f"{layer}*" for layer in mtp if layer and free(f"{layer}*")}
     found |= {p.removesuffix(".layer") for p in found if p.endswith(".router.layer")}
     found |= {f"{name}*" for module in excluded for name in aliases(module)}
     if dialect.renamed:

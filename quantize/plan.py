@@ -458,7 +458,7 @@ def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
     if info is not None:
         own = {"activations": info.activations, **draft.source.own, "input_scale": has_input_scale}
     dense = draft.dense | (set() if any(name.endswith("lm_head") for name in draft.matrices) else {"lm_head"})
-    ignore = ignore_patterns(dense, set(draft.matrices), draft.excluded, o.target)
+    ignore = ignore_patterns(dense, set(draft.matrices), draft.excluded, o.target, draft.source.layers)
     new = o.target.write(ignore, has_input_scale, own, __version__, has_pre_quant_scale)
     if info is not None and info.kv_cache is not None:
         if (scheme := o.target.kv_cache_scheme(info.kv_cache)) is not None:

@@ -16,7 +16,7 @@ from moe_nvfp4.quantize.dialects import GLOBAL_SCALES, MODELOPT, Dialect, dialec
 from moe_nvfp4.quantize.files import INDEX, Checkpoint, TensorSlice, read_json, read_tensors, without_identity_experts
 from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_scale, projections
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_mtp, is_scale, projections
 
 # Names of experts' tensors. Expert 0 stands for all: the others have the same layout
 EXPERT = re.compile(r"\bexperts\.(\w+\.)?(?P<e>\d+)\.")
@@ -237,15 +237,15 @@ class MtpTensors:
         return found
 
 
+def layers_of(model: Any) -> int | None:
+    """The number of layers of the language model, without those of multi-token prediction."""
+    return getattr(model.config.get_text_config(), "num_hidden_layers", None)
+
+
 def mtp_tensors(model: Any, tensors: Mapping[str, TensorSlice], files: Iterable[str | os.PathLike]) -> MtpTensors:
     """The tensors of `files` that `model`'s class ignores, named "mtp" or belonging to layers after the last."""
     patterns = [re.compile(p) for p in type(model)._keys_to_ignore_on_load_unexpected or ()]
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-
-    def is_mtp(name: str) -> bool:
-        layer = re.search(r"\blayers\.(\d+)\.", name)
-        return re.search(r"\bmtp\b", name) is not None or (layer is not None and int(layer[1]) >= layers)
-
-    names = [name for name in tensors if is_mtp(name) and any(p.search(name) for p in patterns)]
+    layers = layers_of(model)
+    names = [name for name in tensors if is_mtp(name, layers) and any(p.search(name) for p in patterns)]
     dense = [n for n in names if tensors[n].dtype in DENSE and len(tensors[n].shape) == 2]
     return MtpTensors(tuple(names), frozenset(n.removesuffix(".weight") for n in dense), tuple(map(str, files)))

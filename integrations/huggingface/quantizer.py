@@ -35,6 +35,7 @@ from moe_nvfp4.integrations.huggingface.files import (
     check_dense,
     check_reached,
     is_nvfp4,
+    layers_of,
     matrices_of,
     mtp_tensors,
     open_files,
@@ -267,7 +268,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         mtp_others = {name for name in self.mtp.dense if PER_EXPERT.fullmatch(name) is None}
         all_names = linears | routers, quantized, set(excluded)
         dense, quantized, left = (with_names_in_files(model, names) for names in all_names)
-        theirs = ignore_patterns(dense | mtp_others, quantized, left | mtp_experts, dialect)
+        layers = layers_of(model) if self.mtp.dense else None
+        theirs = ignore_patterns(dense | mtp_others, quantized, left | mtp_experts, dialect, layers)
         config.ignore = sorted({*config.ignore, *theirs})
 
     def update_weight_conversions(self, weight_conversions: list, model: Any = None) -> list:
