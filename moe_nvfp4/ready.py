@@ -8,18 +8,27 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from moe_nvfp4.backends import PACKAGES, Backend, Device, Gpu, Selected, explain
+from moe_nvfp4.backends import PACKAGES, Backend, Device, Gpu, Selected, explain, named
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.joined import as_one, join, parts_of, siblings
 from moe_nvfp4.kernels.calls import Call, compile_ahead
 from moe_nvfp4.linear import NVFP4Linear
 
+PORTABLE = "portable"  # the backend of weights that are copied to a GPU for one call: see kernels.offload
 
-def prepare(model: nn.Module, top_k: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:
+
+def prepare(
+    model: nn.Module,
+    top_k: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    beside: torch.device | None = None,
+) -> int:
     """Make the 4-bit experts and linears of `model` (or of a single layer) ready for activations of `dtype`: bring the
     weights into their kernels' layout and, on GPUs, compile and load every kernel that any number of tokens needs.
 
     top_k: experts per token; None leaves the experts' kernels to the first calls. Layers of equal sizes share kernels.
+    beside: the GPU that multiplies many tokens by copies of experts that stay on the CPU: its kernels are compiled too,
+    for layers that are copied whole.
     Several processes compile, with a progress bar, for some seconds on 16 cores; the next start finds all kernels on
     disk. MOE_NVFP4_COMPILE=lazy leaves compiling to the calls. Returns how many kernels were compiled.
     """
@@ -30,6 +39,8 @@ def prepare(model: nn.Module, top_k: int | None = None, dtype: torch.dtype = tor
             if top_k is not None:
                 call = Call.of(module.weights, dtype, top_k, module._hooks().fused)
                 calls[module.down_proj.device].append((module.backend(dtype), call))
+                if beside is not None and module.on_cpu and _multiplies(beside, module, dtype):
+                    calls[beside].append((named(PORTABLE), call))
         elif isinstance(module, NVFP4Linear):
             module.prepare(dtype)
             calls[module.weight.device].append((module.backend(dtype), Call.of(module.weights, dtype)))
@@ -42,6 +53,12 @@ def prepare(model: nn.Module, top_k: int | None = None, dtype: torch.dtype = tor
         import torch._dynamo  # noqa: F401  # else the first call of a custom op would import it, for seconds
     gpus = {device: these for device, these in calls.items() if device.type == "cuda" and how == "ahead"}
     return sum(compile_ahead(these, Gpu.of(device)) for device, these in gpus.items())
+
+
+def _multiplies(gpu: torch.device, experts: NVFP4Experts, dtype: torch.dtype) -> bool:
+    """Whether the backend that multiplies by copied weights runs these experts on `gpu`."""
+    (problem, _), device, backend = experts._problem(dtype, experts._hooks().fused), Device.of(gpu), named(PORTABLE)
+    return backend.unavailable(device) is None and backend.unsupported(device, problem) is None
 
 
 def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:

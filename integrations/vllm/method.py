@@ -159,7 +159,8 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             if self.folder is not None and not again:
                 loader.read(self.folder, partial(engine.local_expert, layer))
             loader.finish()
-        prepare(loader.experts, self.moe.experts_per_token, self.moe.in_dtype)
+        beside = self.device if layer.nvfp4.on_cpu and self.device.type != "cpu" else None
+        prepare(loader.experts, self.moe.experts_per_token, self.moe.in_dtype, beside)
         if again:
             refresh(layer.nvfp4, loader.experts, layer.layer_name)
         self.loader, self.failed = None, False

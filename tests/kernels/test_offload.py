@@ -18,9 +18,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_nvfp4 import backends, experts
+from moe_nvfp4 import backends, experts, ready
 from moe_nvfp4 import mapped as mapped_files
-from moe_nvfp4.backends import Device, Problem
+from moe_nvfp4.backends import PACKAGES, Device, Problem
+from moe_nvfp4.kernels.calls import Call
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
 from moe_nvfp4.kernels.offload import files, pages, upload
@@ -514,6 +515,25 @@ def test_the_cpu_takes_padding_and_what_is_captured(driver, monkeypatch):
         y = offload.experts(*batch, w, routed)
         driver.synchronize()
         assert len(portable.seen) == copies and torch.equal(y, cpu.experts(*batch, w))
+
+
+def test_kernels_for_copied_weights_are_compiled_ahead(monkeypatch):
+    """Beside a GPU that has them: those of the backend that multiplies by copied weights."""
+    gpus = {i: Device("cuda", name, capability, frozenset(PACKAGES))
+            for i, (name, capability) in enumerate((("H100", (9, 0)), ("V100", (7, 0))))}  # fmt: skip
+    real, compiled = Device.of, []
+    monkeypatch.setattr(Device, "of", lambda device: gpus[device.index] if device.type == "cuda" else real(device))
+    monkeypatch.setattr(ready.Gpu, "of", lambda device: device)
+    monkeypatch.setattr(ready, "compile_ahead", lambda calls, gpu: compiled.append((calls, gpu)) or len(calls))
+    monkeypatch.setenv("MOE_NVFP4_COMPILE", "ahead")
+    layers = [random_layer(**SIZES), random_layer(**SIZES).keep_on_cpu()]
+    gpu = torch.device("cuda", 0)
+    assert ready.prepare(torch.nn.ModuleList(layers), 2, beside=gpu) == 1
+    [([(backend, call)], where)] = compiled
+    assert backend is offload.PORTABLE and call.top_k == 2 and where == gpu
+    assert call.weights == Call.of(layers[1].weights, torch.bfloat16, 2).weights
+    assert ready.prepare(layers[1], 2) == ready.prepare(layers[1], 2, beside=torch.device("cuda", 1)) == 0
+    assert ready.prepare(layers[1], None, beside=gpu) == 0
 
 
 @needs_library

@@ -6,6 +6,8 @@ from os import truncate
 import pytest
 import torch
 
+from moe_nvfp4 import ready
+from moe_nvfp4.kernels.common import ahead
 from moe_nvfp4.kernels.offload import backend as offload
 from moe_nvfp4.kernels.offload import files, pages, upload
 from moe_nvfp4.ops import Adapter
@@ -48,6 +50,19 @@ def test_many_tokens_are_multiplied_on_the_gpu(activations, limit, monkeypatch):
                 assert torch.equal(y, w) if piece == 1 << 30 else relative_error(y, w) < THRESHOLDS["half"]
                 assert relative_error(y, layer(x, ids, p)) < THRESHOLDS[limit]
     assert pages._placed[layers[0].down_proj.data_ptr()].unpin
+
+
+def test_no_call_compiles_after_prepare(monkeypatch):
+    """Neither the few tokens that the CPU takes, nor the many that the GPU takes."""
+    monkeypatch.setenv("MOE_NVFP4_COMPILE", "ahead")
+    layer, gpu = random_layer(**SIZES | {"I": 208}).keep_on_cpu(), torch.device("cuda", 0)
+    assert ready.prepare(layer, top_k=2, beside=gpu) > 0
+    before = ahead.compilations
+    for T in (1, 30, 300, 1000, 9000):
+        x, ids, p = (t.cuda() for t in inputs(T, 0))
+        layer(x, ids, p)
+        layer(x, ids.int(), p.bfloat16())
+    assert ahead.compilations == before
 
 
 @pytest.mark.parametrize("piece, staged", [(1 << 30, 1 << 20), (10 << 20, 1 << 18), (1 << 30, 64 << 20)])
