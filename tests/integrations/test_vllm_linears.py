@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.folders import is_expert, is_linear, quantized, qwen2_moe
-from tests.models import folder, load, tensors
+from tests.models import SMALL, folder, load, tensors
 
 pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
 
@@ -211,3 +211,24 @@ def test_heads_that_vllms_models_do_not_have():
 
 def test_random_weights(folders):
     generate(folders / "modelopt", load_format="dummy")
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_a_dense_prediction_layer_drafts_for_4_bit_ones(dialect, tmp_path):
+    """vLLM calls its head layers.2.head, which is layers.2.shared_head.head in files."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    H, small = 128, SMALL | dict(head_dim=32, hidden_size=128)
+    source = folder(tmp_path, lambda: Glm4MoeForCausalLM(Glm4MoeConfig(
+        **small, intermediate_size=96, moe_intermediate_size=64, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, num_nextn_predict_layers=1)))  # fmt: skip
+    files = tensors(source)
+    files |= {n.replace(".layers.1.", ".layers.2."): t.clone() for n, t in files.items() if ".layers.1." in n}
+    for name, shape in {"enorm": (H,), "hnorm": (H,), "eh_proj": (H, 2 * H), "shared_head.norm": (H,),
+                        "shared_head.head": (96, H), "embed_tokens": (96, H)}.items():  # fmt: skip
+        files[f"model.layers.2.{name}.weight"] = (0.2 * torch.randn(shape)).bfloat16()
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    convert_checkpoint(source, tmp_path / "nvfp4", Options(linears="attention,shared", dialect=dialect), progress=False)
+    want = generate(tmp_path / "nvfp4")
+    drafted = generate(tmp_path / "nvfp4", speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+    same(drafted, want, prompts=7)
