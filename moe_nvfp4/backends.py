@@ -199,20 +199,30 @@ def named_on(name: str, device: torch.device) -> Backend:
 # ---- routers -------------------------------------------------------------------------------------
 
 
-def has_top_k(device: torch.device) -> bool:
-    """Whether `top_k` runs on `device`: it has kernels, and they have given right results there."""
-    backend, forced = portable.BACKEND, _forced()
+def has_router(device: torch.device) -> bool:
+    """Whether the functions below run on `device`: it has kernels, and they have given right results there."""
+    return _has_router(device, _forced())
+
+
+@lru_cache(maxsize=64)  # to read the version of Triton takes a third of a millisecond
+def _has_router(device: torch.device, forced: str | None) -> bool:
+    backend = portable.BACKEND
     if forced == REFERENCE.name or backend.unavailable(Device.of(device)):
         return False
-    return proof.objection(backend, Problem("top_k", 128, 0, 0, "", "bf16", torch.float32), device) is None
+    return proof.objection(backend, Problem("router", 128, 0, 0, "", "bf16", torch.float32), device) is None
 
 
-has_top_k._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `_constant`
+has_router._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `_constant`
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest scores [..., N] of each row, and where they are, as `torch.topk`."""
     return portable.BACKEND.top_k(scores, k)
+
+
+def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] of few tokens times weight [N, K] transposed, plus bias [N]: [T, N], as torch's linear."""
+    return portable.BACKEND.router_linear(x, weight, bias)
 
 
 @cache
@@ -279,5 +289,6 @@ def forget() -> None:
     _select.cache_clear()
     _selected.cache_clear()
     named_on.cache_clear()
+    _has_router.cache_clear()
     proof.forget()
     _warn.cache_clear()

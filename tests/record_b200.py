@@ -36,7 +36,7 @@ GPU_TESTS = (
     "tests/kernels/test_training_gpu.py", "tests/kernels/test_offload.py", "tests/kernels/test_offload_gpu.py",
     "tests/kernels/test_portable.py", "tests/kernels/test_training.py", "tests/integrations/test_offload.py",
     "tests/kernels/test_proof_gpu.py", "tests/integrations/test_gpu.py", "tests/integrations/test_graphs.py",
-    "tests/core/test_layer.py", "tests/core/test_training.py", "tests/core/test_topk.py",
+    "tests/core/test_layer.py", "tests/core/test_training.py", "tests/core/test_router.py",
     "tests/core/test_format.py", "tests/quantize/test_convert.py", "tests/quantize/test_recipes.py",
 )  # fmt: skip
 CASES = {9: "tests.kernels.hopper_instructions", 10: "tests.kernels.blackwell_instructions"}  # by compute capability

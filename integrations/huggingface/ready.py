@@ -11,7 +11,7 @@ from moe_nvfp4 import ready
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.integrations.huggingface.graphs import decode_by_graphs
 from moe_nvfp4.quantize.files import TOP_K
-from moe_nvfp4.topk import in_one_launch
+from moe_nvfp4.router import in_one_launch
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -93,8 +93,8 @@ class Gpu(NamedTuple):
 class Problem(NamedTuple):
     """What is to be run: everything that the choice of a backend depends on.
 
-    kind    "experts"; or "linear": then num_experts is 1, hidden_size is N and intermediate_size is K; or "top_k": a
-            router's choice among num_experts, see `moe_nvfp4.topk`
+    kind    "experts"; or "linear": then num_experts is 1, hidden_size is N and intermediate_size is K; or "router":
+            its scores and its choice among num_experts, see `moe_nvfp4.router`
     gate    `Gate.kind`; "raw": the model's own gate runs between the stages
     dtype   of x
     fused   whether nothing of the model runs between the stages (its own gate or norm, AWQ's scales)

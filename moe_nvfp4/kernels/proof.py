@@ -51,8 +51,8 @@ def objection(backend: Backend, problem: Problem, device: torch.device) -> str |
         return None
     if problem.kind == "linear":  # one stands for all: a model has linears of many sizes
         subject = f"linears, {problem.activations}, {_name(problem.dtype)}"
-    elif problem.kind == "top_k":
-        subject = "top-k of routers"
+    elif problem.kind == "router":
+        subject = "routers"
     else:
         _, _, H, I, gate, activations, dtype, fused = problem
         subject = f"experts, H {H}, I {I}, {gate}, {activations}, {_name(dtype)}{'' if fused else ', in stages'}"

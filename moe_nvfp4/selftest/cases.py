@@ -298,6 +298,24 @@ def top_k(at: Place) -> Findings:
             yield Finding(f"top-k, {k} of {N}, {_name(dtype)}", right, "" if right else "it chose others")
 
 
+def router_linear(at: Place) -> Findings:
+    """The scores of routers for few tokens, beside float64; and that a token's do not depend on the others."""
+    linear = getattr(at.backend, "router_linear", None)
+    if linear is None:
+        yield Finding("router's linear", None, f"{at.backend.name} has none: the portable kernels run there")
+        return
+    g = torch.Generator().manual_seed(0)
+    for N, K, biased in ((8, 4096, False), (60, 2048, False), (128, 2880, True), (256, 7168, False)):
+        for dtype in at.dtypes:
+            x, weight, bias = (torch.randn(shape, generator=g).to(dtype) for shape in ((8, K), (N, K), (N,)))
+            arguments = [t.to(at.device) for t in (weight, bias)[: 1 + biased]] + [None] * (not biased)
+            y, one = linear(x.to(at.device), *arguments).cpu(), linear(x[3:4].to(at.device), *arguments).cpu()
+            want = x.double() @ weight.double().T + (bias.double() if biased else 0)
+            error = ((y - want).norm() / want.norm()).item()
+            right = error < (1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps) and torch.equal(one[0], y[3])
+            yield Finding(f"router's linear, {N} x {K}, {_name(dtype)}", right, "" if right else f"off by {error:.1e}")
+
+
 def repeated(at: Place) -> Findings:
     """The same bits at every call: on one stream, in a chain, on two streams at once, and from a CUDA graph. The
     larger layer has tiles for all multiprocessors, several times over."""
@@ -357,7 +375,7 @@ def _repeated(at: Place, here: NVFP4Experts | NVFP4Linear, batch: list[Tensor]) 
 
 GROUPS: dict[str, Callable[[Place], Iterator[Case]] | Callable[[Place], Findings]] = {
     "gates": gates, "w4a4": w4a4, "routing": routing, "sizes": sizes, "linears": linears, "gradients": gradients,
-    "top_k": top_k, "repeated": repeated,
+    "top_k": top_k, "router_linear": router_linear, "repeated": repeated,
 }  # fmt: skip
 QUICK = ("gates", "w4a4", "routing", "repeated")
 
@@ -365,13 +383,15 @@ QUICK = ("gates", "w4a4", "routing", "repeated")
 def findings(at: Place, name: str) -> Findings:
     """What a group shows."""
     group: Any = GROUPS[name]
-    yield from group(at) if group in (gradients, top_k, repeated) else check(at, group(at))
+    yield from group(at) if group in (gradients, top_k, router_linear, repeated) else check(at, group(at))
 
 
 # ---- the first layer on a device -------------------------------------------------------------------
 
 SECONDS = 60.0  # that the cases of `first` may take once their kernels are compiled
 FIRST_TOKENS = (1, 16, 300)
+
+
 EXPERTS = 4
 
 
@@ -382,8 +402,9 @@ def first(at: Place, problem: Problem) -> Iterator[Finding | dict[str, Any]]:
     try:
         if at.device.type == "cuda":
             at = at._replace(judge=at.device)
-        if problem.kind == "top_k":
+        if problem.kind == "router":
             yield {"patience": SECONDS}
+            yield from router_linear(at)
             yield from top_k(at)
             return
         cases = list(_first(at, problem))

@@ -28,7 +28,7 @@ ORDER = [
     ["backends"],
     ["door"],
     ["stages"],
-    ["ops", "topk"],
+    ["ops", "router"],
     ["prepared"],
     ["layer", "linear"],
     ["experts", "joined"],

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import triton
 
-from moe_nvfp4.kernels.portable import backend, config, dense, topk
+from moe_nvfp4.kernels.portable import backend, config, dense, router
 from moe_nvfp4.kernels.portable.launch import compile_variant
 from moe_nvfp4.routing import Groups
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights, Matrices
@@ -76,11 +76,11 @@ class Launches:
 
     def __enter__(self):
         self.kept = backend.launch
-        backend.launch = dense.launch = topk.launch = self
+        backend.launch = dense.launch = router.launch = self
         return self
 
     def __exit__(self, *_):
-        backend.launch = dense.launch = topk.launch = self.kept
+        backend.launch = dense.launch = router.launch = self.kept
 
 
 def in_memory(value):
@@ -159,6 +159,19 @@ def chosen(schedule):
     return int((indices != want.indices[:, :10]).sum())
 
 
+def scored(schedule):
+    """A router's linear of odd sizes, with parts beyond the last token, column and row."""
+    x, weight, bias = torch.randn(5, 2100), torch.randn(7, 2100), torch.randn(7)
+    errors = []
+    for dtype in (torch.bfloat16, torch.float32):
+        arguments = [t.to(dtype) for t in (x, weight, bias)]
+        with Launches(schedule):
+            got = backend.router_linear(*arguments)
+        errors.append(relative_error(got, torch.nn.functional.linear(*(t.double() for t in arguments))))
+    assert errors[1] < 1e-6
+    return errors[0]
+
+
 def last_of_many(schedule="reverse-lazy"):
     """DeepSeek's sizes; the last expert's weights are beyond 2**31 bytes."""
     E, T, few = 150, 3, weights(1, 7168, 2048)
@@ -223,6 +236,7 @@ CASES = {
     "sixteen rows a tile": lambda schedule: layer(schedule, T=14),
     "split K": linear,
     "top-k": chosen,
+    "a router's linear": scored,
     "an illegal id": partial(illegal_id, few=False),
     "an illegal id, unsorted": partial(illegal_id, few=True),
 }
@@ -301,6 +315,7 @@ def same_everywhere():
         x, ids = torch.empty(2, 64, dtype=torch.bfloat16), torch.empty(2, 2, dtype=torch.int64)
         backend.experts(x, ids, torch.empty(2, 2), weights(3, 64, 48))
         backend.top_k(torch.empty(2, 8), 2)
+        backend.router_linear(torch.empty(2, 64), torch.empty(8, 64), None)
     different = {}
     for kernel, *rest in launches.all:
         texts = {a: body(compiled(kernel, *rest, architecture=a).asm["ptx"]) for a in ARCHITECTURES}

@@ -27,8 +27,12 @@ class Portable(Backend):
         return None
 
     def top_k(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """As torch.topk of each row, see `topk.top_k`."""
+        """As torch.topk of each row, see `router.top_k`."""
         return self.functions.top_k(scores, k)
+
+    def router_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As torch's linear of few rows x, see `router.linear`."""
+        return self.functions.router_linear(x, weight, bias)
 
     def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
         return self.functions.gate(gate, w13_out)[0]

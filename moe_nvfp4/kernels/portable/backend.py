@@ -28,7 +28,7 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
 from moe_nvfp4.kernels.common.ahead import planned_tokens
 from moe_nvfp4.kernels.common.tensors import aligned, capability, expert_ids, floating, multiprocessors
-from moe_nvfp4.kernels.portable import config, dense, topk
+from moe_nvfp4.kernels.portable import config, dense, router
 from moe_nvfp4.kernels.portable import gate as gates
 from moe_nvfp4.kernels.portable.config import Plan, TileShape, next_power_of_2
 from moe_nvfp4.kernels.portable.dequantize import how
@@ -132,9 +132,15 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `topk.top_k`."""
+    """As `router.top_k`."""
     with on(scores.device):
-        return topk.top_k(scores, k)
+        return router.top_k(scores, k)
+
+
+def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As `router.linear`."""
+    with on(x.device):
+        return router.linear(x, weight, bias)
 
 
 def gate(gate: Gate, w13_out: Tensor, dh: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

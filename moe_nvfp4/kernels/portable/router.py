@@ -1,4 +1,4 @@
-"""`torch.topk` of a router's scores in one launch."""
+"""What routers do, in one launch each: a linear for few tokens, and `torch.topk` of its scores."""
 
 import torch
 import triton
@@ -24,6 +24,18 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, indices
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N], all bf16, fp16 or fp32: [T, N] in the same dtype. Sums
+    are in fp32, in an order that depends on K alone. For few tokens, and K up to some ten thousand.
+    """
+    x, weight = x.contiguous(), weight.contiguous()
+    (T, K), N = x.shape, weight.shape[0]
+    y = x.new_empty(T, N)
+    if y.numel():
+        launch(linear_kernel, (N, T), x, weight, bias, y, N, K, next_power_of_2(K), num_warps=8)
+    return y
+
+
 @triton.jit
 def top_k_kernel(
     scores, values, indices, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr
@@ -43,3 +55,14 @@ def top_k_kernel(
     to, there = row * K + kept, kept < K
     tl.store(values + to, tl.load(scores + row * N + taken, mask=there), mask=there)
     tl.store(indices + to, taken.to(tl.int64), mask=there)
+
+
+@triton.jit
+def linear_kernel(x, w, bias, y, N, K: tl.constexpr, BLOCK: tl.constexpr):
+    """y[t, n] of n, t = program_id. Both rows are loaded at once; for so few, tensor cores would be mostly idle."""
+    n, t, k = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
+    rows = tl.load(x + t * K + k, mask=k < K, other=0.0).to(tl.float32)
+    out = tl.sum(rows * tl.load(w + n * K + k, mask=k < K, other=0.0).to(tl.float32), 0)
+    if bias is not None:
+        out += tl.load(bias + n).to(tl.float32)
+    tl.store(y + t * N + n, out.to(y.dtype.element_ty))
