@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from moe_nvfp4.quantize.report import readable_size
 
 SCRATCH = 3 << 30  # bytes that "auto" leaves free: activations, graphs, weights that are copied for long prompts
-COPIED = (
-    1 << 30
-)  # of these, the most bytes of each of the two buffers for such copies, which smaller layers do not fill
+COPIED = 1 << 30  # of these, for each of the two copies; smaller layers need less
 
 
 def check_cpu_experts(layers: int | str, model: str = "", there: int | None = None) -> None:
