@@ -23,7 +23,8 @@ from moe_nvfp4.door import define, refuse_gradient
 MOST_SCORES, MOST_TAKEN = 1024, 32  # of a row: a warp has them in registers
 MANY_TOKENS = 256
 FEW_TOKENS, FEW_PRODUCTS = 8, 1 << 23  # of a linear: with more, torch's is faster (docs/performance.md)
-MOST_COLUMNS = 1 << 14  # of its weight: a block has a row in registers
+MOST_WEIGHTS = 1 << 21  # of a linear: routers have fewer; larger ones were not compared
+MOST_COLUMNS = 1 << 14  # a block has a row of weights in registers
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -36,7 +37,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """Compiled code may be for any number of tokens, so it is decided here which kernel runs. With many, ours runs once
     for one of them: a capture that comes later must find it loaded."""
     rows = input.flatten(0, -2)
-    few = _few(rows.shape[0], weight)
+    few = len(rows) <= FEW_TOKENS and len(rows) * weight.numel() <= FEW_PRODUCTS
     kernel = input.device, input.dtype, input.shape[-1], bias is None
     if few or kernel not in _loaded and not capturing(input.device):
         y = router_linear(rows if few else rows[:1], weight, bias)
@@ -45,10 +46,6 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 _loaded: set[tuple] = set()
-
-
-def _few(tokens: int, weight: Tensor) -> bool:
-    return tokens <= FEW_TOKENS and tokens * weight.numel() <= FEW_PRODUCTS
 
 
 op = define("top_k(Tensor scores, int k) -> (Tensor, Tensor)", top_k, _shapes)
@@ -82,7 +79,7 @@ def _takes(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool 
 
 
 def _takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether `linear_op` does what torch's linear would with these arguments, for one token at least."""
+    """Whether `linear_op` does what torch's linear would with these arguments."""
     given = (input, weight) if bias is None else (input, weight, bias)
     if any(type(t) not in (Tensor, nn.Parameter) for t in given) or torch.is_autocast_enabled("cuda"):
         return False
@@ -90,9 +87,11 @@ def _takes_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return False
-    if input.dim() < 2 or weight.dim() != 2 or input.shape[-1] != weight.shape[1] or weight.shape[1] > MOST_COLUMNS:
+    if input.dim() < 2 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
         return False
-    return _few(1, weight) and (bias is None or bias.shape == weight.shape[:1]) and has_router(input.device)
+    if weight.numel() > MOST_WEIGHTS or weight.shape[1] > MOST_COLUMNS:
+        return False
+    return (bias is None or bias.shape == weight.shape[:1]) and has_router(input.device)
 
 
 class Routed:

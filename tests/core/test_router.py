@@ -142,7 +142,7 @@ def test_linears_that_are_taken(here, monkeypatch, call):
 @pytest.mark.parametrize("call", [
     lambda f, x: f(x[0], W), lambda f, x: f(x, W[0]), lambda f, x: f(x, W, B[:1]),
     lambda f, x: f(x.double(), W.double()), lambda f, x: f(x, W.clone().requires_grad_()),
-    lambda f, x: f(x, torch.ones(1, 16).expand((1 << 19) + 1, 16).to(DEVICE)),
+    lambda f, x: f(x, torch.ones(1, 16).expand((1 << 17) + 1, 16).to(DEVICE)),
     lambda f, x: f(x.repeat(1, 2048), torch.ones(3, 1 << 15, device=DEVICE)),
 ])  # fmt: skip
 def test_linears_that_are_left_to_torch(here, monkeypatch, call):
