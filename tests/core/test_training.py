@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moe_nvfp4 import backends, reference, stages
+from moe_nvfp4 import NVFP4Experts, backends, reference, stages
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import Adapter
@@ -78,6 +78,21 @@ def test_any_routing(sizes, unrouted, top_k, I, seed):
     """No tokens, experts without tokens, all slots unrouted; weights with padding."""
     layer = random_layer(E, H, I)
     compare(layer, *batch(torch.float32, sizes, unrouted, top_k, seed), 1e-5)
+
+
+def test_the_gradient_of_a_routing_weight_alone():
+    """It is the product of dy and an expert's output, in which terms cancel: near by what is added, not by the sum."""
+    torch.manual_seed(0)
+    T, w13, w2 = 200, torch.randn(2, 448, 448) / 448**0.5, torch.randn(2, 448, 224) / 224**0.5
+    biases = torch.randn(2, 448).half() / 10, torch.randn(2, 448).half() / 10
+    layer = NVFP4Experts.from_dense(w13, w2, GATES["gpt-oss"], bias=biases)
+    (x, dy), ids, p = torch.randn(2, T, 448).half(), torch.randint(2, (T, 1)), leaf(torch.rand(T, 1))
+    single = leaf(p, torch.float32)
+    (found,) = torch.autograd.grad(layer(x, ids, single), single, dy)
+    y = oracle(layer, x.double(), ids, p, tuple(b.double() for b in biases))
+    (want,) = torch.autograd.grad(y, p, dy.double())
+    error, terms = (found - want).abs(), dy.double().norm(dim=1, keepdim=True) * (y / p).norm(dim=1, keepdim=True)
+    assert (error / terms).max() < 2e-4 and (error / want.abs()).max() > 1e-2
 
 
 @pytest.mark.parametrize("backend", ["", "reference"])
