@@ -421,7 +421,7 @@ def test_the_body_of_the_model_that_was_measured_takes_its_file(tmp_path):
             assert torch.equal(model.state_dict()[name], tensor), name
 
 
-EXTRA = ("mtp_layers.0", "model.nextn_predict_layers.0", "draft.layers.0")
+EXTRA = ("extra_layers.0", "model.nextn_predict_layers.0", "draft.layers.0")
 
 
 @pytest.mark.slow_after(1)
