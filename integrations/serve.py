@@ -46,7 +46,7 @@ def serve_command(
         if cpu_experts is not None:
             if any(option.startswith("--hf-overrides") for option in options):
                 raise ValueError(
-                    f"--cpu-experts and --hf-overrides: vLLM takes the latter once: say it there, "
+                    "--cpu-experts and --hf-overrides: vLLM takes the latter once: say it there, "
                     f'{{"moe_nvfp4": {{"cpu_experts": {json.dumps(cpu_experts)}, ...}}}}'
                 )
             server += ["--hf-overrides", json.dumps({"moe_nvfp4": {"cpu_experts": cpu_experts}})]

@@ -8,13 +8,12 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from moe_nvfp4.backends import PACKAGES, Backend, Device, Gpu, Selected, explain, named
+from moe_nvfp4.backends import PACKAGES, Backend, Device, Gpu, Selected, explain
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.joined import as_one, join, parts_of, siblings
+from moe_nvfp4.kernels import offload
 from moe_nvfp4.kernels.calls import Call, compile_ahead
 from moe_nvfp4.linear import NVFP4Linear
-
-PORTABLE = "portable"  # the backend of weights that are copied to a GPU for one call: see kernels.offload
 
 
 def prepare(
@@ -37,10 +36,13 @@ def prepare(
         if isinstance(module, NVFP4Experts):
             module.prepare(dtype)
             if top_k is not None:
-                call = Call.of(module.weights, dtype, top_k, module._hooks().fused)
+                fused = module._hooks().fused
+                call = Call.of(module.weights, dtype, top_k, fused)
                 calls[module.down_proj.device].append((module.backend(dtype), call))
-                if beside is not None and module.on_cpu and _multiplies(beside, module, dtype):
-                    calls[beside].append((named(PORTABLE), call))
+                if beside is not None and module.on_cpu:
+                    (problem, _), kernels = module._problem(dtype, fused), offload.functions()
+                    if kernels.multiplies(Device.of(beside), problem):
+                        calls[beside].append((kernels.PORTABLE, call))
         elif isinstance(module, NVFP4Linear):
             module.prepare(dtype)
             calls[module.weight.device].append((module.backend(dtype), Call.of(module.weights, dtype)))
@@ -53,12 +55,6 @@ def prepare(
         import torch._dynamo  # noqa: F401  # else the first call of a custom op would import it, for seconds
     gpus = {device: these for device, these in calls.items() if device.type == "cuda" and how == "ahead"}
     return sum(compile_ahead(these, Gpu.of(device)) for device, these in gpus.items())
-
-
-def _multiplies(gpu: torch.device, experts: NVFP4Experts, dtype: torch.dtype) -> bool:
-    """Whether the backend that multiplies by copied weights runs these experts on `gpu`."""
-    (problem, _), device, backend = experts._problem(dtype, experts._hooks().fused), Device.of(gpu), named(PORTABLE)
-    return backend.unavailable(device) is None and backend.unsupported(device, problem) is None
 
 
 def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:

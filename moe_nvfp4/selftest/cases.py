@@ -21,7 +21,7 @@ from moe_nvfp4.kernels.backend import Backend, Device, Gpu, Problem
 from moe_nvfp4.kernels.calls import Call, compile_ahead
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.routing import Rows, group_by_expert
-from moe_nvfp4.selftest.compare import LIMITS, Finding, compare, same_bits
+from moe_nvfp4.selftest.compare import LIMITS, Finding, Limit, compare, same_bits
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, is_quantized
 
 Findings = Iterator[Finding]
@@ -278,12 +278,25 @@ def _dense(x: Tensor, ids: Tensor, p: Tensor, w: ExpertWeights) -> Tensor:
     return torch.stack(rows)
 
 
-def top_k(at: Place) -> Findings:
+def of_routers(title: str) -> Callable[[Callable[[Place, Callable], Findings]], Callable[[Place], Findings]]:
+    """The decorator of a group for the backend's function of its name, which gets this function if there is one."""
+
+    def decorate(show: Callable[[Place, Callable], Findings]) -> Callable[[Place], Findings]:
+        def group(at: Place) -> Findings:
+            function = getattr(at.backend, show.__name__, None)
+            if function is None:
+                yield Finding(title, None, f"{at.backend.name} has none: the portable kernels run there")
+            else:
+                yield from show(at, function)
+
+        return group
+
+    return decorate
+
+
+@of_routers("top-k")
+def top_k(at: Place, choose: Callable) -> Findings:
     """What routers choose, beside a stable sort: with equal scores, infinities and NaN."""
-    choose = getattr(at.backend, "top_k", None)
-    if choose is None:
-        yield Finding("top-k", None, f"{at.backend.name} has none: the portable kernels run there")
-        return
     g = torch.Generator().manual_seed(0)
     for N, k in ((8, 2), (60, 4), (128, 8), (256, 8), (1024, 32)):
         for dtype in at.dtypes:
@@ -298,12 +311,9 @@ def top_k(at: Place) -> Findings:
             yield Finding(f"top-k, {k} of {N}, {_name(dtype)}", right, "" if right else "it chose others")
 
 
-def router_linear(at: Place) -> Findings:
+@of_routers("router's linear")
+def router_linear(at: Place, linear: Callable) -> Findings:
     """The scores of routers for few tokens, beside float64; and that a token's do not depend on the others."""
-    linear = getattr(at.backend, "router_linear", None)
-    if linear is None:
-        yield Finding("router's linear", None, f"{at.backend.name} has none: the portable kernels run there")
-        return
     g = torch.Generator().manual_seed(0)
     for N, K, biased in ((8, 4096, False), (60, 2048, False), (128, 2880, True), (256, 7168, False)):
         for dtype in at.dtypes:
@@ -311,9 +321,10 @@ def router_linear(at: Place) -> Findings:
             arguments = [t.to(at.device) for t in (weight, bias)[: 1 + biased]] + [None] * (not biased)
             y, one = linear(x.to(at.device), *arguments).cpu(), linear(x[3:4].to(at.device), *arguments).cpu()
             want = x.double() @ weight.double().T + (bias.double() if biased else 0)
-            error = ((y - want).norm() / want.norm()).item()
-            right = error < (1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps) and torch.equal(one[0], y[3])
-            yield Finding(f"router's linear, {N} x {K}, {_name(dtype)}", right, "" if right else f"off by {error:.1e}")
+            limit = Limit(1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps, LIMITS["half"].of_one)
+            case = f"router's linear, {N} x {K}, {_name(dtype)}"
+            yield compare(case, y, want, limit)
+            yield same_bits(f"{case}, a token alone", y[3:4], one)
 
 
 def repeated(at: Place) -> Findings:
@@ -390,8 +401,6 @@ def findings(at: Place, name: str) -> Findings:
 
 SECONDS = 60.0  # that the cases of `first` may take once their kernels are compiled
 FIRST_TOKENS = (1, 16, 300)
-
-
 EXPERTS = 4
 
 

@@ -111,9 +111,12 @@ def _better_on_gpu(x: Tensor, routed: int, w: ExpertWeights) -> bool:
         return False
     device, sizes = Device.of(x.device), (w.num_experts, w.hidden_size, w.intermediate_size)
     problem = Problem("experts", *sizes, w.gate.kind, w.activations, x.dtype)
-    if PORTABLE.unavailable(device) or PORTABLE.unsupported(device, problem):
-        return False
-    return objection(PORTABLE, problem, x.device) is None
+    return multiplies(device, problem) and objection(PORTABLE, problem, x.device) is None
+
+
+def multiplies(device: Device, problem: Problem) -> bool:
+    """Whether a GPU has kernels for this problem, for weights that are copied to it: those of `PORTABLE`."""
+    return PORTABLE.unavailable(device) is None and PORTABLE.unsupported(device, problem) is None
 
 
 def _on_gpu(x: Tensor, ids: Tensor, p: Tensor, weights: ExpertWeights) -> Tensor:
