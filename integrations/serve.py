@@ -43,8 +43,14 @@ def serve_command(
     if engine == "vllm":
         # `vllm serve` reads the metadata of a package named "vllm", which CPU builds do not have
         server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        names = [option.partition("=")[0].replace("_", "-") for option in options]  # as vLLM reads them
+        if own := [name for name in names if name in ("--model", "--quantization", "-q")]:
+            raise ValueError(
+                f"{own[0]}: moe-nvfp4 serve gives --model and --quantization itself, and vLLM would take yours in "
+                "their place: leave it out, or run vllm serve"
+            )
         if cpu_experts is not None:
-            if any(option.startswith("--hf-overrides") for option in options):
+            if any(name.startswith("--hf-o") for name in names):  # vLLM completes the names of options
                 raise ValueError(
                     "--cpu-experts and --hf-overrides: vLLM takes the latter once: say it there, "
                     f'{{"moe_nvfp4": {{"cpu_experts": {json.dumps(cpu_experts)}, ...}}}}'

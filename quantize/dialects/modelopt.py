@@ -95,7 +95,8 @@ def modelopt_algo(q: Mapping) -> str:
 
 
 def _unsupported(algo: str) -> str:
+    way = "Convert this checkpoint" if "MXFP4" in algo else "Quantize the original checkpoint again"
     return (
-        f"quant_algo {algo or None!r}; this library reads {', '.join(ALGOS)}. Quantize the original checkpoint "
-        "again (moe-nvfp4 quantize SRC DST), or load this one with the tool that wrote it"
+        f"quant_algo {algo or None!r}; this library reads {', '.join(ALGOS)}. {way} (moe-nvfp4 quantize SRC DST), or "
+        "load this one with the tool that wrote it"
     )

@@ -76,8 +76,14 @@ def test_options_after_the_model_are_the_engines(monkeypatch, capsys):
     monkeypatch.setattr(os, "execv", lambda file, command: ran.append(command))
     assert cli.main(["serve", "some/model", "--port", "1", "--enforce-eager"]) == 0
     assert ran[0][-3:] == ["--port", "1", "--enforce-eager"]
-    assert cli.main(["serve", "some/model", "--engine", "transformers"]) == 2 and len(ran) == 1
-    assert "--engine must stand before MODEL" in capsys.readouterr().err
+    for options, text in [
+        (["--engine", "transformers"], "--engine must stand before MODEL"),
+        (["-q", "fp8"], "-q: moe-nvfp4 serve gives --model and --quantization itself"),
+        (["--quantization=fp8"], "--quantization: moe-nvfp4 serve gives"),
+        (["--port", "1", "--model", "another"], "--model: moe-nvfp4 serve gives"),
+    ]:
+        assert cli.main(["serve", "some/model", *options]) == 2 and len(ran) == 1
+        assert text in capsys.readouterr().err
 
 
 def test_experts_on_the_cpu_are_an_option_of_vllm(monkeypatch, capsys):
@@ -92,6 +98,9 @@ def test_experts_on_the_cpu_are_an_option_of_vllm(monkeypatch, capsys):
     for arguments, text in [
         (["some/model", "--cpu-experts", "12"], "--cpu-experts must stand before MODEL"),
         (["--cpu-experts", "12", "some/model", "--hf-overrides={}"], 'say it there, {"moe_nvfp4": {"cpu_experts": 12'),
+        (["--cpu-experts", "12", "some/model", "--hf_overrides", "{}"], "vLLM takes the latter once"),
+        (["--cpu-experts", "12", "some/model", "--hf-over", "{}"], "vLLM takes the latter once"),
+        (["--cpu-experts", "12", "some/model", "--hf_overrides.a.b", "c"], "vLLM takes the latter once"),
         (["--engine", "transformers", "--cpu-experts", "all", "some/model"], "no option for it: install vLLM"),
     ]:
         assert cli.main(["serve", *arguments]) == 2 and len(ran) == 2
