@@ -30,12 +30,11 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.card import write_card
@@ -54,10 +53,10 @@ from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_files, nvfp4_info, plan
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
+from moe_nvfp4.quantize.work import default_workers, run_jobs
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 TEMPLATES = "additional_chat_templates"  # the folder where tokenizers with several templates keep them, as *.jinja
-IN_FLIGHT = 500_000_000  # bytes that all workers together may hold
 
 
 def convert_checkpoint(
@@ -97,12 +96,7 @@ def convert_checkpoint(
         )
     options = options or Options()
     todo = plan(checkpoint, options)
-    if todo.unmatched:
-        raise ValueError(
-            f"the pattern {todo.unmatched[0]!r} matches no experts module"
-            + (", and none of the linears that are asked for: there are " if options.linears else ": there are ")
-            + ", ".join([*todo.modules[:3], *["..."] * (len(todo.modules) > 3)])
-        )
+    todo.check_patterns()
     if todo.unchanged:
         raise ValueError(
             f"{source} is quantized already (NVFP4 of {options.dialect}): quantize the original checkpoint, rewrite "
@@ -119,7 +113,7 @@ def convert_checkpoint(
     with place:
         if place.restarted and progress:
             print(f"starting again: {place.restarted}", file=sys.stderr)
-        _run(todo.jobs, place, report, options.place, workers or _default_workers(options.place), progress)
+        _run(todo.jobs, place, report, options.place, workers or default_workers(options.place), progress)
         names = _write_small_files(place.files, todo, others)
         if card is not None:
             names.add(write_card(report, card, place.files).name)
@@ -169,15 +163,6 @@ def _report(plan: ConversionPlan, destination: Path, left_out: Mapping[str, str]
         shards=len({job.shard for job in plan.jobs}), rescaled=plan.rescaled[0], rescaling=plan.rescaled[1],
         cast=plan.cast,
     )  # fmt: skip
-
-
-def _default_workers(device: torch.device) -> int:
-    """Few threads, since more wait for the interpreter: on 16 cores, 16 threads convert 105 MB/s, and 4 threads 117.
-
-    On a GPU jobs are larger: 2, 4, 6 and 8 threads beside an H200 convert 1182, 2304, 2434 and 2753 MB/s.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8 if device.type == "cuda" else 4)
 
 
 def _key(checkpoint: Checkpoint, options: Options, state: list) -> dict:
@@ -272,63 +257,16 @@ class _Shard:
 def _run(
     jobs: Sequence[Job], place: StagingDir, report: ConversionReport, device: torch.device, workers: int, progress: bool
 ) -> None:
-    """Run all jobs in `workers` threads, with at most IN_FLIGHT bytes in memory."""
+    """Run all jobs in `workers` threads."""
     by_shard: dict[str, list[Job]] = {}
     for job in jobs:
         by_shard.setdefault(job.shard, []).append(job)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a matrix per worker is faster than all threads on one matrix
-    bar = progress_bar(total=sum(j.size for j in jobs), unit="B", unit_scale=True, desc="NVFP4", show=progress)
-    try:
-        with bar, ThreadPoolExecutor(workers, initializer=_own_stream, initargs=(device,)) as pool:
-            report.resumed = _feed(pool, workers, _pending(by_shard, place), place, bar)
-    finally:
-        torch.set_num_threads(threads)
+    size = sum(j.size for j in jobs)
+    with progress_bar(total=size, unit="B", unit_scale=True, desc="NVFP4", show=progress) as bar:
+        report.resumed = run_jobs(_pending(by_shard, place), device, workers, bar)
 
 
-def _own_stream(device: torch.device) -> None:
-    """Give a worker its own stream on a GPU, so that it reads and writes while another computes."""
-    if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream(device))
-
-
-def _pending(by_shard: Mapping[str, list[Job]], place: StagingDir) -> Iterator[tuple[_Shard, Job]]:
+def _pending(by_shard: Mapping[str, list[Job]], place: StagingDir) -> Iterator[tuple[Job, Callable[[], int]]]:
     for name, jobs in by_shard.items():
         shard = _Shard(place.files / name, jobs)
-        yield from ((shard, job) for job in jobs)
-
-
-def _feed(
-    pool: ThreadPoolExecutor, workers: int, work: Iterator[tuple[_Shard, Job]], place: StagingDir, bar: tqdm
-) -> int:
-    """Give work to the pool as memory allows. Returns how many source bytes an earlier run had already converted.
-
-    The first error stops everything and is raised.
-    """
-    running: dict[Future, Job] = {}
-    memory = saved = 0
-    stop = threading.Event()
-
-    def one(shard: _Shard, job: Job) -> int:
-        return 0 if stop.is_set() else shard.work(job, place)
-
-    def collect() -> None:
-        nonlocal memory, saved
-        finished, _ = wait(running, return_when=FIRST_COMPLETED)
-        for future in finished:
-            job = running.pop(future)
-            memory -= job.memory
-            saved += future.result()
-            bar.update(job.size)
-
-    try:
-        for shard, job in work:
-            while running and (memory + job.memory > IN_FLIGHT or len(running) >= 4 * workers):
-                collect()
-            running[pool.submit(one, shard, job)] = job
-            memory += job.memory
-        while running:
-            collect()
-    finally:
-        stop.set()
-    return saved
+        yield from ((job, partial(shard.work, job, place)) for job in jobs)

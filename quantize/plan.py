@@ -105,6 +105,7 @@ class ConversionPlan:
     rescaled     how many carried matrices are quantized again, and the error that this adds
     cast         what becomes of MXFP4 matrices, known when the jobs have run
     unchanged    whether the source is NVFP4 already, in the dialect and the layout of new files
+    owners       name -> the experts module, or the matrix, that is made of this tensor of a source that is not NVFP4
     """
 
     source: Checkpoint
@@ -124,6 +125,20 @@ class ConversionPlan:
     rescaled: tuple[int, ErrorSums]
     cast: CastSums
     unchanged: bool
+    owners: Mapping[str, str]
+
+    def check_patterns(self) -> None:
+        """ValueError for a pattern of `exclude` or `include` that matches nothing."""
+        if self.unmatched:
+            raise ValueError(
+                f"the pattern {self.unmatched[0]!r} matches no experts module"
+                + (
+                    ", and none of the linears that are asked for: there are "
+                    if self.options.linears
+                    else ": there are "
+                )
+                + ", ".join([*self.modules[:3], *["..."] * (len(self.modules) > 3)])
+            )
 
 
 @dataclass
@@ -149,10 +164,13 @@ class _Draft:
     rescaled: tuple[int, ErrorSums] = field(default_factory=lambda: (0, ErrorSums()))
     cast: CastSums = field(default_factory=CastSums)
     unchanged: bool = False
+    owners: dict[str, str] = field(default_factory=dict)
 
-    def take(self, names: Iterable[str]) -> None:
+    def take(self, names: Iterable[str], owner: str) -> None:
+        """Take the tensors that the experts module, or the matrix, `owner` is made of."""
         for name in names:
             del self.left[name]
+            self.owners[name] = owner
 
     def leave(self, module: str) -> bool:
         """Whether the experts module `module` is left as it is."""
@@ -216,7 +234,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
     return ConversionPlan(
         draft.source, options, jobs, config, draft.matrices, draft.fused, draft.carried,
         draft.dequantized, tuple(draft.left), draft.copies, draft.scales, skipped, modules, unmatched, draft.rescaled,
-        draft.cast, draft.unchanged,
+        draft.cast, draft.unchanged, draft.owners,
     )  # fmt: skip
 
 
@@ -259,7 +277,7 @@ def _quantize(draft: _Draft) -> None:
         if stem not in draft.matrices:
             draft.dequantize(f"{stem}.weight", matrix)
             draft.dense.add(stem)
-            draft.take(names)
+            draft.take(names, stem)
     for name, stored in draft.left.items() if fp8 in quantized else ():
         if stored.dtype.startswith("F8"):
             raise ValueError(f"{name} is {stored.dtype} without {name}_scale_inv: download the checkpoint again")
@@ -289,7 +307,7 @@ def _quantize_linears(draft: _Draft, others: Mapping[str, tuple[Matrix, tuple[st
         matrices = {}
         for stem in (linear.name for linear in fused):
             matrices[stem], names = others.get(stem) or (dense(weights[stem]), (f"{stem}.weight",))
-            draft.take(names)
+            draft.take(names, stem)
         columns = None  # the importance of each
         if options.importance is not None:
             columns = options.importance.of_linear(fused[0].model, fused[0].columns)
@@ -302,7 +320,7 @@ def _quantize_experts(draft: _Draft, experts: Experts) -> None:
         if experts.dense is not None:
             for name, found in experts.dense().items():
                 draft.dequantize(name, found)
-            draft.take(experts.tensors)
+            draft.take(experts.tensors, experts.module)
         return
     matrices = experts.matrices()
     shapes = {stem: (m.rows, m.columns) for stem, m in matrices.items()}
@@ -322,7 +340,7 @@ def _quantize_experts(draft: _Draft, experts: Experts) -> None:
         need(stored.shape == (E, rows), name, stored, f"[{E}, {rows}]")
         for new, part in bias_parts(stored, stems, experts.interleaved):
             draft.copy(name, part, new)
-    draft.take((*experts.tensors, *experts.biases))
+    draft.take((*experts.tensors, *experts.biases), experts.module)
 
 
 def _names(pattern: str, module: str) -> bool:
@@ -439,7 +457,7 @@ def _fp8_next_to_nvfp4(draft: _Draft, files: nvfp4.NVFP4Files) -> None:
     for name, scale in files.fp8.items():
         stem = name.removesuffix(".weight")
         draft.dequantize(name, fp8.fp8_matrix(draft.left[name], draft.left[scale], None, stem))
-        draft.take((name, scale))
+        draft.take((name, scale), stem)
         if draft.left.pop(f"{stem}.input_scale", None) is not None:
             draft.skipped[f"{stem}.input_scale"] = "of an FP8 layer that becomes dense"
         if expert := PER_EXPERT.fullmatch(stem):

@@ -16,6 +16,7 @@ from moe_nvfp4._version import __version__
 from moe_nvfp4.integrations.placement import check_cpu_experts
 from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, read_config
 from moe_nvfp4.quantize.files import read_json
+from moe_nvfp4.quantize.layouts import mxfp4
 from moe_nvfp4.quantize.linears import as_wanted
 from moe_nvfp4.quantize.names import names_experts
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
@@ -24,6 +25,11 @@ from moe_nvfp4.weights import ACTIVATIONS
 FIELDS = ("activations", "recipe", "exclude", "linears", "dialect", "calibration", "cpu_experts", "map_files")
 LOADING = {"activations", "linears", "cpu_experts", "map_files"}  # fields that can be chosen for 4-bit files
 LINEARS = ("packed", "dense")
+ASKED = "moe_nvfp4"  # the attribute under which transformers keeps the user's config
+UNREAD = (
+    "the files are quantized with {!r}, not with NVFP4: they become NVFP4 while they load with "
+    "quantization_config=MoeNvfp4Config(), or once with moe-nvfp4 quantize SRC DST"
+)
 # Keys of a quantization_config that are not carried through: parsed and written anew, or about KV cache scales, which
 # new files do not have
 REWRITTEN = frozenset[str]().union(*(dialect.keys for dialect in DIALECTS.values()))
@@ -105,6 +111,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         self.input_scale, self.pre_quant_scale = bool(input_scale), bool(pre_quant_scale)
         self.dequantize = False  # a loading attribute of transformers' CompressedTensorsConfig
         self.unknown: dict[str, Any] = {}  # what other tools wrote, carried through
+        self.unread: Exception | None = None  # of a folder that becomes NVFP4 if asked for: why nothing else reads it
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -114,6 +121,10 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         if method == "moe_nvfp4" and "quant_algo" not in config_dict:  # a dictionary of the fields of `cls`
             method = None
         if method is not None:
+            if mxfp4.describes(config_dict):
+                result = cls(**kwargs)
+                result.unread = ValueError(UNREAD.format(method))
+                return (result, {}) if return_unused_kwargs else result
             info = read_config(config_dict)
             if info is None:
                 raise ValueError(f"the quantization_config of quant_method {method!r} does not say NVFP4")
@@ -144,8 +155,9 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         return {**self.unknown, **written}
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """For transformers: the fields that the user gave, all of which must count for a folder that is 4-bit."""
-        return loading_fields(self.chosen)
+        """For transformers, which sets these attributes of the config that a folder's config.json says: the fields that
+        the user gave, and which quantizer is to load the folder. `resolve` takes them from there."""
+        return {**self.chosen, "quant_method": self.quant_method, ASKED: self}
 
     def excludes(self, module_name: str) -> bool:
         """Whether the experts module `module_name` is to be left alone."""
@@ -153,6 +165,30 @@ class MoeNvfp4Config(QuantizationConfigMixin):
             return True
         # Other tools name experts one by one: the first stands for all
         return any(names_experts(p, module_name, experts=(0,)) for p in self.ignore if "expert" in p)
+
+
+def resolve(config: Any) -> tuple[MoeNvfp4Config, bool]:
+    """(How to load a folder, whether its files are of another format and become NVFP4 while they load.)
+
+    config: what transformers has made of the quantization_config of config.json, if there is one, and of the one that
+    the user gave. ValueError for what has no effect on files that are NVFP4 already, and the error of what reads a
+    folder of another format if the user gave none.
+    """
+    asked = vars(config).pop(ASKED, None)
+    if (unread := getattr(config, "unread", None)) is not None and asked is None:
+        raise unread
+    converts = asked is not None and (unread is not None or not isinstance(config, MoeNvfp4Config))
+    source = asked if converts else config
+    if asked is not None and not converts:
+        loading_fields(asked.chosen)
+    for name in ("modules_to_not_convert", "use_optimized_inference"):  # options of other packages' configs
+        if getattr(source, name, None):
+            raise ValueError(f"{name} has no effect on files that are NVFP4 already: leave it out")
+    if type(source) is MoeNvfp4Config and not converts:
+        return source, False
+    plain = MoeNvfp4Config()  # a copy, or of a subclass that the registry's reader has made
+    vars(plain).update(vars(source))
+    return plain, converts
 
 
 def loading_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

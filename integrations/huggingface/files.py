@@ -13,10 +13,20 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from moe_nvfp4.quantize.dialects import GLOBAL_SCALES, MODELOPT, Dialect, dialect_of_files
-from moe_nvfp4.quantize.files import INDEX, Checkpoint, TensorSlice, read_json, read_tensors, without_identity_experts
+from moe_nvfp4.quantize.files import (
+    INDEX,
+    Checkpoint,
+    TensorSlice,
+    open_checkpoint,
+    read_json,
+    read_tensors,
+    without_identity_experts,
+)
 from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_mtp, is_scale, projections
+from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.unwritten import unwritten
 
 # Names of experts' tensors. Expert 0 stands for all: the others have the same layout
 EXPERT = re.compile(r"\bexperts\.(\w+\.)?(?P<e>\d+)\.")
@@ -218,19 +228,24 @@ class MtpTensors:
     names  of the tensors
     dense  those that are dense matrices, without `.weight`
     files  of the checkpoint
+    convert  whether the files are of another format, of which a conversion makes dense tensors
     """
 
     names: tuple[str, ...] = ()
     dense: frozenset[str] = frozenset()
     files: tuple[str, ...] = ()
+    convert: bool = False
 
     def read(self) -> dict[str, Tensor]:
         """Copies of the tensors by name; copies, as the files may be overwritten. KeyError for a missing tensor."""
         found: dict[str, Tensor] = {}
+        if self.convert and all(Path(path).is_file() for path in self.files):
+            source = open_checkpoint(Path(self.files[0]).parent)
+            found = unwritten(source, Options("max", device="cpu")).make(self.names)  # dense with any recipe
         for path in self.files:
             if Path(path).is_file():
                 with safe_open(path, "pt") as file:
-                    here = set(self.names).intersection(file.keys())
+                    here = set(self.names).difference(found).intersection(file.keys())
                     found |= {name: file.get_tensor(name).clone() for name in here}
         if missing := set(self.names) - found.keys():
             raise KeyError(min(missing))
@@ -242,10 +257,14 @@ def layers_of(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "num_hidden_layers", None)
 
 
-def mtp_tensors(model: Any, tensors: Mapping[str, TensorSlice], files: Iterable[str | os.PathLike]) -> MtpTensors:
-    """The tensors of `files` that `model`'s class ignores, named "mtp" or belonging to layers after the last."""
+def mtp_tensors(
+    model: Any, tensors: Mapping[str, TensorSlice], files: Iterable[str | os.PathLike], convert: bool = False
+) -> MtpTensors:
+    """Those of `tensors` that `model`'s class ignores, named "mtp" or belonging to layers after the last. They lie in
+    `files`; convert: or a conversion makes them of these."""
     patterns = [re.compile(p) for p in type(model)._keys_to_ignore_on_load_unexpected or ()]
     layers = layers_of(model)
     names = [name for name in tensors if is_mtp(name, layers) and any(p.search(name) for p in patterns)]
     dense = [n for n in names if tensors[n].dtype in DENSE and len(tensors[n].shape) == 2]
-    return MtpTensors(tuple(names), frozenset(n.removesuffix(".weight") for n in dense), tuple(map(str, files)))
+    stems = frozenset(n.removesuffix(".weight") for n in dense)
+    return MtpTensors(tuple(names), stems, tuple(map(str, files)), convert)

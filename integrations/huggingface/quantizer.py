@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from moe_nvfp4.format import is_global_scale
 from moe_nvfp4.integrations.huggingface.calibration import importance_for_load
-from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, resolve
 from moe_nvfp4.integrations.huggingface.converters import Conversions, choose_linears, with_names_in_files
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
@@ -52,6 +52,13 @@ from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, ranks_of_a_row
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
 from moe_nvfp4.integrations.huggingface.savable import activations_of, check_format, check_savable
+from moe_nvfp4.integrations.huggingface.unwritten import (
+    UnwrittenConverter,
+    ignore_list,
+    open_unwritten,
+    report_cast,
+    where_to_quantize,
+)
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.mapped import Matrix
 from moe_nvfp4.prepared import check_plain
@@ -62,6 +69,7 @@ from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.linears import Chosen
 from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns, projections
 from moe_nvfp4.quantize.recipes import recipe_named
+from moe_nvfp4.quantize.unwritten import Unwritten
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
@@ -81,12 +89,14 @@ class LoadPlan:
     model   on meta, with empty 4-bit modules in place
     found   what the files hold
     dtypes  of the model's parameters and buffers, by name
+    coming  `source`, if it is one that is not written
     """
 
     source: Checkpoint
     model: nn.Module
     found: CheckpointLayout
     dtypes: dict[str, torch.dtype]
+    coming: Unwritten | None = None
 
 
 class MoeNvfp4Quantizer(HfQuantizer):
@@ -96,23 +106,23 @@ class MoeNvfp4Quantizer(HfQuantizer):
     quantization_config: MoeNvfp4Config
 
     def __init__(self, quantization_config: MoeNvfp4Config, **kwargs: Any):
-        for name in ("modules_to_not_convert", "use_optimized_inference"):  # options of other packages' configs
-            if getattr(quantization_config, name, None):
-                raise ValueError(f"{name} has no effect on files that are NVFP4 already: leave it out")
-        if type(quantization_config) is not MoeNvfp4Config:  # a subclass, made by the registry's reader
-            plain = MoeNvfp4Config()
-            vars(plain).update(vars(quantization_config))
-            quantization_config = plain
+        quantization_config, converts = resolve(quantization_config)
         super().__init__(quantization_config, **kwargs)
+        # Whether the files are of another format, and become 4-bit while they load. Then transformers, which takes
+        # `pre_quantized` for a reason to read ahead, reads nothing before it is asked for
+        self.converts = converts
+        self.pre_quantized = self.pre_quantized and not converts
+        self.four_bit = self.pre_quantized  # whether the files are NVFP4, or are read as such
         self.linears: LinearConverter | None = None  # converts quantized linears in files, for loading and saving
         self.chosen = Chosen()  # the linears of a dense model that become 4-bit, after it is loaded
         self.importance: Importance | None = None  # for a recipe that uses data, while it quantizes
         # The converters of experts, which `attach` replaces by the right ones
-        self.conversions = Conversions({}, quantization_config.recipe, self.pre_quantized)
+        self.conversions = Conversions({}, quantization_config.recipe, self.four_bit)
         self.mtp = MtpTensors()
         self._given: Mapping[str, Tensor] | None = None  # the argument state_dict, while a model is saved
         self._model: weakref.ref | None = None
         self._plan: LoadPlan | None = None  # while a model loads
+        self._of_source: UnwrittenConverter | None = None  # while a model loads from files that are not NVFP4
         self._gpu: torch.device | None = None  # where all goes after loading, but for experts that stay on the CPU
         # experts that stay in files, while a model loads -> their parameters on meta, and where the files have them
         self._in_files: dict[HFExperts, tuple[dict[str, Any], dict[str, list[list[Matrix]]]]] = {}
@@ -155,6 +165,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 "case: load in one of these; dequantize(torch.float64) of that model is dense and exact, and runs "
                 "after set_experts_implementation('eager')"
             )
+        model.config.quantization_config = config  # which names the source's format, where that is another
         source = open_files(checkpoint_files or [], model)
         tensors = source.tensors
         if not tensors:
@@ -162,11 +173,18 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 "4-bit experts are read, and made while a model loads, from safetensors files, whose headers say if "
                 "all is there; here are none (.bin, .gguf, state_dict=): load the dense model, then swap_experts(model)"
             )
-        self.pre_quantized = self.pre_quantized or is_nvfp4(tensors)  # whatever config.json says
-        self.mtp = mtp_tensors(model, tensors, checkpoint_files or [])
-        modules = find_experts(model, config, required=not self.pre_quantized)
+        coming = None
+        if self.converts:
+            coming = open_unwritten(model, checkpoint_files or [], config, where_to_quantize(device_map, self._gpu))
+            source, tensors = coming.checkpoint, coming.checkpoint.tensors
+            config.ignore = ignore_list(source)
+        else:
+            self.pre_quantized = self.pre_quantized or is_nvfp4(tensors)  # whatever config.json says
+        self.four_bit = self.pre_quantized or self.converts
+        self.mtp = mtp_tensors(model, tensors, checkpoint_files or [], self.converts)
+        modules = find_experts(model, config, required=not self.four_bit)
         found = CheckpointLayout()
-        if self.pre_quantized:
+        if self.four_bit:
             found = read_layout(source, model, [name for name, *_ in modules], config.activations)
             modules = [(n, m, _layout_here(m, layout, found.experts.get(n))) for n, m, layout in modules]
             config.input_scale, config.dialect = found.input_scale, found.dialect.name
@@ -180,7 +198,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 "quantized linears are not split over ranks yet, and this model is (tp_plan, distributed_config): "
                 "leave out linears, or load in one process"
             )
-        if recipe_named(config.recipe).model and not self.pre_quantized:
+        if recipe_named(config.recipe).model and not self.four_bit:
             self.importance = importance_for_load(
                 source, model, config, [fused[0].model for fused in self.chosen.fused]
             )
@@ -215,7 +233,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         }  # fmt: skip
         self.attach(model, experts, excluded, next(iter(layouts), ExpertLayout.ONE_BY_ONE), fp8)
         set_implementation(model, loading=True)
-        self._plan = LoadPlan(source, model, found, _dtypes(model))
+        self._plan = LoadPlan(source, model, found, _dtypes(model), coming)
         _report(model, found, self.mtp)
 
     def _empty_experts(self, module: nn.Module, layout: ModuleLayout, pre_quant_scale: bool) -> HFExperts:
@@ -226,7 +244,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
             experts.add_pre_quant_scales(dense)
         # transformers before 5.23 casts to the parameter's dtype before the converter quantizes. So the placeholder has
         # the dtype of the dense weights until the codes come.
-        for key in (experts.up_name, "down_proj") if not self.pre_quantized else ():
+        for key in (experts.up_name, "down_proj") if not self.four_bit else ():
             setattr(experts, key, nn.Parameter(getattr(experts, key).to(dense), requires_grad=False))
         return experts
 
@@ -248,7 +266,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         prefix = getattr(model, "base_model_prefix", "")
         self._model = weakref.ref(model)
         self.conversions = Conversions(
-            experts, config.recipe, self.pre_quantized, dialect, self.importance, layout, prefix, fp8
+            experts, config.recipe, self.four_bit, dialect, self.importance, layout, prefix, fp8
         )
         self._name_dense(model, experts, excluded)
         if isinstance(model, PreTrainedModel):
@@ -277,11 +295,13 @@ class MoeNvfp4Quantizer(HfQuantizer):
         source, model = self._plan.source, self._plan.model  # transformers 5.17 does not pass the model
         conversions = self.conversions.build(weight_conversions)
         conversions = [self.linears, *conversions] if self.linears else conversions
+        if self._plan.coming is not None:
+            self._of_source = UnwrittenConverter(self._plan.coming, model, conversions, self._plan.dtypes)
         names = {f"{m}.{p}" for m, e in self.conversions.experts.items() for p in self._read(e)}
         check_reached(source, model, conversions, names)
         if self.quantization_config.map_files:
             self._leave_in_files(conversions)
-        return conversions
+        return conversions if self._of_source is None else [self._of_source, *conversions]
 
     def _leave_in_files(self, conversions: list) -> None:
         """Have transformers skip the experts that stay in their files; the modules get them after loading."""
@@ -289,8 +309,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         config = self.quantization_config
         model: Any = self._plan.model
         layouts = {layout.value for layout in self._plan.found.experts.values()} - {way.value for way in MAPPABLE}
-        if not self.pre_quantized or layouts:
-            what = f"{min(layouts)}" if self.pre_quantized else "dense"
+        if not self.four_bit or layouts:
+            what = f"{min(layouts)}" if self.four_bit else "dense"
             raise NotImplementedError(
                 f"map_files: the experts of these files are {what}, and the kernels read 4-bit experts one by one, as "
                 "in the files that moe-nvfp4 quantize SRC DST writes, from dense files and from every 4-bit layout"
@@ -317,14 +337,14 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     def _read(self, experts: HFExperts) -> Iterable[str]:
         """The names of the parameters of `experts` that come from files: of dense files, scales do not."""
-        return experts._parameters if self.pre_quantized else (experts.up_name, "down_proj")
+        return experts._parameters if self.four_bit else (experts.up_name, "down_proj")
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         module, _, name = param_name.rpartition(".")
         experts = self.conversions.experts.get(module)
         quantized = experts is not None and name in (experts.up_name, "down_proj")
         interleaved_bias = experts is not None and name.endswith("_bias") and experts.layout.interleaved
-        return not self.pre_quantized and (quantized or interleaved_bias)
+        return not self.four_bit and (quantized or interleaved_bias)
 
     def get_quantize_ops(self) -> None:
         return None  # QuantizingConverter quantizes, expert by expert
@@ -384,8 +404,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self.quantize_linears(model, known)
         for name in self.linears.nvfp4 if self.linears else ():
             model.get_submodule(name).requires_grad_(False)
-        model._weight_conversions = self.for_saving(model._weight_conversions)
-        self._plan = None
+        used = [c for c in model._weight_conversions if c is not self._of_source]
+        model._weight_conversions = self.for_saving(used)
+        if self._plan.coming is not None:
+            report_cast(self._plan.coming.cast)
+        self._plan = self._of_source = None
         if self.quantization_config.cpu_experts is not None:
             keep_experts_on_cpu(model, self._stay(model, self.quantization_config.cpu_experts))
             logger.info(describe_placement(model))

@@ -5,11 +5,16 @@ in any order and any number of times. An entry that another package made first i
 
 Entries of transformers.quantizers.auto
     AUTO_QUANTIZATION_CONFIG_MAPPING   "moe_nvfp4": ours, and so is "modelopt" if it has no entry. "compressed-tensors",
-                                       "fp8", and "modelopt" if it has one: a reader that takes a config.json that says
-                                       NVFP4, and leaves any other to the entry from before
+                                       "fp8", "quark", and "modelopt" if it has one: a reader that takes a config.json
+                                       that says NVFP4, and leaves any other to the entry from before
     AUTO_QUANTIZER_MAPPING             "moe_nvfp4", which no other package and no file uses
-    LOADING_ATTRIBUTES_CONFIG_TYPES    `MoeNvfp4Config` is added, so that one may be given for a 4-bit folder to choose
-                                       `activations` and `linears`
+    LOADING_ATTRIBUTES_CONFIG_TYPES    `MoeNvfp4Config` is added, so that one may be given for a quantized folder
+
+A folder of another format (MXFP4, FP8) stays with its own reader, unless the user gives a `MoeNvfp4Config` for it:
+transformers then sets the attributes of `get_loading_attributes` in the config that it has read, and one of them is the
+quant_method, by which it chooses the quantizer. Before that it compares the names of the two configs' classes, so the
+name of ours equals theirs while it is registered (`_Name`).
+
 Entry of transformers.integrations.moe
     ALL_EXPERTS_FUNCTIONS              "moe_nvfp4", the experts implementation that a 4-bit model reports (experts.py)
 
@@ -57,28 +62,31 @@ from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, dense_forward
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.quantize.dialects import DIALECTS, dialect_of_method, read_config
+from moe_nvfp4.quantize.layouts import mxfp4
 
 registries: Any = auto  # Any, because its annotations admit only transformers' own classes
-METHODS = [
-    method for dialect in DIALECTS.values() for method in dialect.methods
-]  # quant_method of files that may be NVFP4
+# quant_method of files that may be NVFP4; and of AMD Quark, whose MXFP4 files load also where Quark is not installed
+METHODS = [*(method for dialect in DIALECTS.values() for method in dialect.methods), "quark"]
+CONVERTED = (*METHODS, "mxfp4")  # of files that a `MoeNvfp4Config` may be given for
 _before: dict[str, type | None] = {}  # the entries for METHODS that `register` found
 
 
 def register() -> None:
-    """Have transformers read NVFP4 folders with this package, and accept `MoeNvfp4Config` as an argument."""
+    """Have transformers read NVFP4 folders with this package, and accept a `MoeNvfp4Config` as an argument, also for
+    folders of formats that become NVFP4 while they load."""
     configs: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     configs["moe_nvfp4"] = MoeNvfp4Config
     auto.AUTO_QUANTIZER_MAPPING["moe_nvfp4"] = MoeNvfp4Quantizer
     ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = dense_forward
     if MoeNvfp4Config not in registries.LOADING_ATTRIBUTES_CONFIG_TYPES:
-        registries.LOADING_ATTRIBUTES_CONFIG_TYPES += (MoeNvfp4Config,)
+        registries.LOADING_ATTRIBUTES_CONFIG_TYPES += OURS
     for method in METHODS:
         entry = configs.get(method)
         if not _is_ours(entry):
             _before[method] = entry
             configs[method] = MoeNvfp4Config if entry is None else _reader(method, entry)
-
+    entries = [_before.get(method, configs.get(method)) for method in CONVERTED]
+    MoeNvfp4Config.__name__ = _Name(NAME, *(entry.__name__ for entry in entries if entry is not None))
     if adapters := _adapters():
         adapters.register()
 
@@ -94,7 +102,8 @@ def unregister() -> None:
     configs.pop("moe_nvfp4", None)
     auto.AUTO_QUANTIZER_MAPPING.pop("moe_nvfp4", None)
     ALL_EXPERTS_FUNCTIONS.pop(IMPLEMENTATION, None)
-    others = tuple(t for t in registries.LOADING_ATTRIBUTES_CONFIG_TYPES if t is not MoeNvfp4Config)
+    MoeNvfp4Config.__name__ = NAME
+    others = tuple(t for t in registries.LOADING_ATTRIBUTES_CONFIG_TYPES if t not in OURS)
     registries.LOADING_ATTRIBUTES_CONFIG_TYPES = others
     if adapters := _adapters():
         adapters.unregister()
@@ -124,8 +133,15 @@ def _reader(method: str, theirs: Any) -> type:
 
         @classmethod
         def from_dict(cls, config_dict: dict, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-            reader = _as_either(theirs) if _is_nvfp4(method, config_dict) else theirs
-            return reader.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
+            reader = _as_either(theirs) if _is_nvfp4(method, config_dict) else _with_attributes(theirs)
+            try:
+                return reader.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
+            except ImportError as error:  # the package of this format, which reading it as NVFP4 does without
+                if not mxfp4.describes(config_dict):
+                    raise
+                found = _as_either(theirs)(**kwargs)
+                found.unread = error
+                return (found, {}) if return_unused_kwargs else found
 
     return Reader
 
@@ -137,13 +153,13 @@ def _is_nvfp4(method: str, config: Mapping) -> bool:
 
 
 class _Name(str):
-    """A class name that also equals the name of another class."""
+    """A class name that also equals the names of other classes."""
 
     names: set[str]
 
-    def __new__(cls, name: str, also: str) -> _Name:
+    def __new__(cls, name: str, *also: str) -> _Name:
         self = super().__new__(cls, name)
-        self.names = {name, also}
+        self.names = {name, *also}
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -160,6 +176,21 @@ def _as_either(theirs: type) -> type[MoeNvfp4Config]:
 
     transformers refuses a quantization_config whose class name differs from that of the class that read the folder.
     """
-    config = type("MoeNvfp4Config", (MoeNvfp4Config,), {})
-    config.__name__ = _Name("MoeNvfp4Config", theirs.__name__)
+    config = type(NAME, (MoeNvfp4Config,), {})
+    config.__name__ = _Name(NAME, theirs.__name__)
     return config
+
+
+class _Attributes:
+    """A base of configs in which transformers sets the attributes that a user's config asks for."""
+
+
+def _with_attributes(theirs: Any) -> Any:
+    """`theirs`; a subclass if transformers sets no attributes in it (Quark's). A copy is of `theirs` again."""
+    if issubclass(theirs, registries.LOADING_ATTRIBUTES_CONFIG_TYPES):
+        return theirs
+    copied = lambda self: (object.__new__, (theirs,), vars(self))
+    return type(theirs.__name__, (theirs, _Attributes), {"__reduce__": copied})
+
+
+NAME, OURS = "MoeNvfp4Config", (MoeNvfp4Config, _Attributes)
