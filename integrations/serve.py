@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from moe_nvfp4.quantize.dialects import read_config
+from moe_nvfp4.quantize.plan import quantized_form
 
 ENGINES = ("vllm", "transformers")
-# The first import teaches transformers to read our folders. {} is the folder of this package, for checkouts.
+# The first import teaches transformers to read our folders, `register` to make NVFP4 of MXFP4 and FP8 ones. {} is the
+# folder of this package, for checkouts.
 TRANSFORMERS = """
 import sys
 sys.path.append({!r})
 import moe_nvfp4.integrations.huggingface
+moe_nvfp4.integrations.huggingface.register(convert=True)
 from transformers.cli.transformers import app
 app(prog_name="transformers")
 """
@@ -66,7 +68,7 @@ def serve_command(
         raise ImportError("the server of transformers needs packages that are missing: "
                           'pip install "transformers[serving]", or install vLLM')  # fmt: skip
     config, _ = PretrainedConfig.get_config_dict(model)
-    if read_config(config) is None:
+    if quantized_form(config) is None:
         raise ValueError(
             f"{model} is not an NVFP4 checkpoint, and transformers' server quantizes no experts: make one first "
             f"(moe-nvfp4 quantize {model} DST), or install vLLM, which quantizes as it loads"

@@ -38,7 +38,7 @@ import torch
 
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.card import write_card
-from moe_nvfp4.quantize.dense import dense_tensors
+from moe_nvfp4.quantize.dense import dense_given
 from moe_nvfp4.quantize.files import (
     INDEX,
     Checkpoint,
@@ -48,7 +48,6 @@ from moe_nvfp4.quantize.files import (
     tensor_bytes,
 )
 from moe_nvfp4.quantize.jobs import Job
-from moe_nvfp4.quantize.layouts.base import Given
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_files, nvfp4_info, plan
@@ -128,7 +127,7 @@ def _check_whole(source: Checkpoint) -> str:
     """ValueError if the files lack a tensor of their model, which would be random numbers in all that is loaded from
     the new files. Returns why that is not known, where transformers does not know the model; else ""."""
     if nvfp4_info(source) is None:
-        found = {name: Given(t.dtype, t.shape, t.file.name) for name, t in dense_tensors(source).items()}
+        found = dense_given(source)
     else:
         found = nvfp4_files(source)[1].given()
     try:

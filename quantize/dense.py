@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.layouts import Matrix
+from moe_nvfp4.quantize.layouts.base import Given
 from moe_nvfp4.quantize.plan import quantized_layouts, quantized_weights
 
 
@@ -57,6 +58,11 @@ def dense_tensors(source: Checkpoint) -> dict[str, DenseTensor]:
             raise ValueError(f"{name} is {stored.dtype} without {name}_scale_inv: download the checkpoint again")
         found[name] = DenseTensor(stored.shape, stored.file, stored.dtype, stored.tensor)
     return found
+
+
+def dense_given(source: Checkpoint) -> dict[str, Given]:
+    """What `dense_tensors` are, for a check against the model's own."""
+    return {name: Given(t.dtype, t.shape, t.file.name) for name, t in dense_tensors(source).items()}
 
 
 def _dense(source: Checkpoint, what: Matrix | list[Matrix]) -> DenseTensor:

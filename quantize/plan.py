@@ -79,6 +79,22 @@ def quantized_layouts(q: Mapping) -> tuple[ModuleType, ...]:
     return (fp8, mxfp4) if q.get("quant_method") == "fp8" else ()  # DeepSeek V4 has both
 
 
+def quantized_form(config: Mapping) -> str | None:
+    """What a checkpoint's config, or its quantization_config, says that the files are: "NVFP4", or "MXFP4" or "FP8",
+    which a conversion makes NVFP4; None: dense. ValueError for other formats."""
+    q: Mapping = config.get("quantization_config", config if "quant_method" in config else None) or {}
+    if not q:
+        return None
+    if mxfp4.describes(q):
+        return "MXFP4"
+    if read_config(config) is not None:
+        return "NVFP4"
+    if not quantized_layouts(q):
+        raise ValueError(f"the files are quantized with {q.get('quant_method')!r}; this library reads fp8 (in blocks), "
+                         f"MXFP4, and NVFP4 of {' or '.join(DIALECTS)}: use the original checkpoint")  # fmt: skip
+    return "FP8"
+
+
 def quantized_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
     """The quantized weights of a source that files keep one by one: stem -> matrix, its tensors' names."""
     layouts = quantized_layouts(source.config.get("quantization_config") or {})

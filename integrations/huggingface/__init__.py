@@ -3,7 +3,7 @@
 Importing this module registers the quantization methods `modelopt` and `moe_nvfp4` with transformers, and reads NVFP4
 folders of `compressed-tensors` and `fp8` (DeepSeek V4) in place of transformers' own readers, until `unregister`:
 
-    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=MoeNvfp4Config())
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=MoeNvfp4Config())  # bf16, MXFP4, FP8
     model = swap_experts(model)                      # or: a model already in memory
     model.save_pretrained(folder)                    # 4-bit files
     model = AutoModelForCausalLM.from_pretrained(folder)

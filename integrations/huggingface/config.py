@@ -16,7 +16,6 @@ from moe_nvfp4._version import __version__
 from moe_nvfp4.integrations.placement import check_cpu_experts
 from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, read_config
 from moe_nvfp4.quantize.files import read_json
-from moe_nvfp4.quantize.layouts import mxfp4
 from moe_nvfp4.quantize.linears import as_wanted
 from moe_nvfp4.quantize.names import names_experts
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
@@ -26,10 +25,6 @@ FIELDS = ("activations", "recipe", "exclude", "linears", "dialect", "calibration
 LOADING = {"activations", "linears", "cpu_experts", "map_files"}  # fields that can be chosen for 4-bit files
 LINEARS = ("packed", "dense")
 ASKED = "moe_nvfp4"  # the attribute under which transformers keeps the user's config
-UNREAD = (
-    "the files are quantized with {!r}, not with NVFP4: they become NVFP4 while they load with "
-    "quantization_config=MoeNvfp4Config(), or once with moe-nvfp4 quantize SRC DST"
-)
 # Keys of a quantization_config that are not carried through: parsed and written anew, or about KV cache scales, which
 # new files do not have
 REWRITTEN = frozenset[str]().union(*(dialect.keys for dialect in DIALECTS.values()))
@@ -41,15 +36,15 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     activations  "bf16" (W4A16, the default) or "nvfp4" (W4A4: rows are quantized to NVFP4 before each GEMM, with the
                  file's `input_scale` if it has one, else one scale per token), or "nvfp4_four_over_six": W4A4 in
                  which each block has the better of two scales (docs/numerics.md)
-    recipe       how block scales are chosen when bf16 weights are quantized: one of
+    recipe       how block scales are chosen when weights are quantized: one of
                  moe_nvfp4.quantize.recipes.RECIPES ("mse") or "weighted"; files may also say "gptq" or "distill"
     calibration  data for the recipe "weighted": a text or several, token ids [B, T] or several, the pathlib.Path of a
                  file of moe-nvfp4 importance, or None: random token ids. The model runs once, layer by layer
     exclude      experts modules to leave as they are: a name or wildcard of the model's modules, such as
                  "model.layers.0.*", or several; each must match a module
-    linears      for dense weights: which linears become 4-bit besides the experts, "attention", "shared", "mlp",
-                 "lm_head", "all" (quantize.linears), a name or wildcard of the model's modules, or several (default:
-                 none; `exclude` counts for them, too).
+    linears      for weights that are not NVFP4: which linears become 4-bit besides the experts, "attention", "shared",
+                 "mlp", "lm_head", "all" (quantize.linears), a name or wildcard of the model's modules, or several
+                 (default: none; `exclude` counts for them, too).
                  For 4-bit files, which may hold linears quantized: "packed" (the default) keeps them NVFP4
                  (`NVFP4Linear`, the memory that the file promises); "dense" dequantizes them to the model's dtype as
                  they are read (faster where there is no kernel)
@@ -62,9 +57,10 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                  what it needs. This is not saved either
 
     config.json has this as the dialect's `quantization_config`, so that servers read the files too; our own fields are
-    under its key "moe_nvfp4". For a folder that is 4-bit already, `activations`, `linears`, `cpu_experts` and
-    `map_files` may be given here, and the first two also to `checkpoint_config`; the others would have no effect and
-    raise ValueError. An unknown field raises TypeError. What other tools wrote into a config.json is carried through.
+    under its key "moe_nvfp4". An MXFP4 or FP8 folder becomes NVFP4 while it loads, as a dense one does. For a folder
+    that is NVFP4 already, `activations`, `linears`, `cpu_experts` and `map_files` may be given here, and the first two
+    also to `checkpoint_config`; the others would have no effect and raise ValueError. An unknown field raises
+    TypeError. What other tools wrote into a config.json is carried through.
 
     ignore, input_scale and pre_quant_scale are what files say: their ignore list, and whether they have static
     activation scales and AWQ's scales.
@@ -121,10 +117,6 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         if method == "moe_nvfp4" and "quant_algo" not in config_dict:  # a dictionary of the fields of `cls`
             method = None
         if method is not None:
-            if mxfp4.describes(config_dict):
-                result = cls(**kwargs)
-                result.unread = ValueError(UNREAD.format(method))
-                return (result, {}) if return_unused_kwargs else result
             info = read_config(config_dict)
             if info is None:
                 raise ValueError(f"the quantization_config of quant_method {method!r} does not say NVFP4")

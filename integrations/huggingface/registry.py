@@ -4,9 +4,9 @@ Importing `moe_nvfp4.integrations.huggingface` calls `register`; `unregister` un
 in any order and any number of times. An entry that another package made first is kept for files that are not NVFP4.
 
 Entries of transformers.quantizers.auto
-    AUTO_QUANTIZATION_CONFIG_MAPPING   "moe_nvfp4": ours, and so is "modelopt" if it has no entry. "compressed-tensors",
-                                       "fp8", "quark", and "modelopt" if it has one: a reader that takes a config.json
-                                       that says NVFP4, and leaves any other to the entry from before
+    AUTO_QUANTIZATION_CONFIG_MAPPING   "moe_nvfp4": ours. "modelopt", "compressed-tensors", "fp8", "mxfp4", "quark": a
+                                       reader that takes a config.json that says NVFP4, and leaves any other to the
+                                       entry from before, if there is one
     AUTO_QUANTIZER_MAPPING             "moe_nvfp4", which no other package and no file uses
     LOADING_ATTRIBUTES_CONFIG_TYPES    `MoeNvfp4Config` is added, so that one may be given for a quantized folder
 
@@ -56,24 +56,35 @@ from typing import Any
 from packaging.version import Version
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers import auto
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
+from moe_nvfp4.integrations.huggingface.config import ASKED, MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, dense_forward
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.quantize.dialects import DIALECTS, dialect_of_method, read_config
 from moe_nvfp4.quantize.layouts import mxfp4
+from moe_nvfp4.quantize.plan import quantized_form
 
+logger = logging.get_logger(__name__)
 registries: Any = auto  # Any, because its annotations admit only transformers' own classes
-# quant_method of files that may be NVFP4; and of AMD Quark, whose MXFP4 files load also where Quark is not installed
-METHODS = [*(method for dialect in DIALECTS.values() for method in dialect.methods), "quark"]
-CONVERTED = (*METHODS, "mxfp4")  # of files that a `MoeNvfp4Config` may be given for
+# quant_method of files that may be NVFP4, or of a format that becomes NVFP4 while it loads
+METHODS = [*(method for dialect in DIALECTS.values() for method in dialect.methods), "mxfp4", "quark"]
+UNREAD = (
+    "the files are quantized with {!r}, not with NVFP4: they become NVFP4 while they load with "
+    "quantization_config=MoeNvfp4Config(), or once with moe-nvfp4 quantize SRC DST"
+)
 _before: dict[str, type | None] = {}  # the entries for METHODS that `register` found
+_converts = [False]  # whether such formats become NVFP4 where no config is given
 
 
-def register() -> None:
-    """Have transformers read NVFP4 folders with this package, and accept a `MoeNvfp4Config` as an argument, also for
-    folders of formats that become NVFP4 while they load."""
+def register(convert: bool = False) -> None:
+    """Have transformers read NVFP4 folders with this package, and accept a `MoeNvfp4Config` as an argument.
+
+    convert: MXFP4 and FP8 folders become NVFP4 while they load as if the user gave a `MoeNvfp4Config()`, for programs
+    that load a model without asking
+    """
+    _converts[0] = convert
     configs: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     configs["moe_nvfp4"] = MoeNvfp4Config
     auto.AUTO_QUANTIZER_MAPPING["moe_nvfp4"] = MoeNvfp4Quantizer
@@ -84,9 +95,8 @@ def register() -> None:
         entry = configs.get(method)
         if not _is_ours(entry):
             _before[method] = entry
-            configs[method] = MoeNvfp4Config if entry is None else _reader(method, entry)
-    entries = [_before.get(method, configs.get(method)) for method in CONVERTED]
-    MoeNvfp4Config.__name__ = _Name(NAME, *(entry.__name__ for entry in entries if entry is not None))
+            configs[method] = _reader(method, entry)
+    MoeNvfp4Config.__name__ = _Name(NAME, *(entry.__name__ for entry in _before.values() if entry is not None))
     if adapters := _adapters():
         adapters.register()
 
@@ -122,28 +132,55 @@ def _is_ours(entry: type | None) -> bool:
 
 
 def _reader(method: str, theirs: Any) -> type:
-    """An entry for `method` that reads NVFP4 configs itself and leaves others to `theirs`.
+    """An entry for `method` that reads NVFP4 configs itself and leaves others to `theirs`, if there is such an entry.
 
     transformers gets a config object from the entry, and the quantizer from the quant_method of that object. So this
     one entry decides, and no code of transformers is changed.
     """
+
+    ours = MoeNvfp4Config if theirs is None else _as_either(theirs)
 
     class Reader(QuantizationConfigMixin):
         reads_nvfp4 = True
 
         @classmethod
         def from_dict(cls, config_dict: dict, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-            reader = _as_either(theirs) if _is_nvfp4(method, config_dict) else _with_attributes(theirs)
+            found = None
+            if _converts[0] and (form := _becomes_nvfp4(config_dict)):
+                logger.warning(f"the files are {form}, and become NVFP4 while they load: moe-nvfp4 quantize SRC DST "
+                               "writes them once")  # fmt: skip
+                found = _unread(ours, ValueError(UNREAD.format(method)))
+                setattr(found, ASKED, MoeNvfp4Config())
+            elif theirs is None and mxfp4.describes(config_dict):
+                found = _unread(ours, ValueError(UNREAD.format(method)))
+            if found is not None:
+                return (found, {}) if return_unused_kwargs else found
+            nvfp4 = theirs is None or _is_nvfp4(method, config_dict)
+            reader = ours if nvfp4 else _with_attributes(theirs)
             try:
                 return reader.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
             except ImportError as error:  # the package of this format, which reading it as NVFP4 does without
-                if not mxfp4.describes(config_dict):
+                if nvfp4 or not mxfp4.describes(config_dict):
                     raise
-                found = _as_either(theirs)(**kwargs)
-                found.unread = error
+                found = _unread(ours, error)
                 return (found, {}) if return_unused_kwargs else found
 
     return Reader
+
+
+def _unread(ours: type[MoeNvfp4Config], error: Exception) -> MoeNvfp4Config:
+    """The config of a folder that becomes NVFP4 if the user asks for it; else `error` is raised."""
+    found = ours()
+    found.unread = error
+    return found
+
+
+def _becomes_nvfp4(config: Mapping) -> str | None:
+    """MXFP4 or FP8, if a config says so, in a form that a conversion reads."""
+    try:
+        return form if (form := quantized_form(config)) in ("MXFP4", "FP8") else None
+    except ValueError:
+        return None
 
 
 def _is_nvfp4(method: str, config: Mapping) -> bool:

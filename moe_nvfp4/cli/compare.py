@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from moe_nvfp4.cli.models import check_original, load, model_config, resolve, text_of, windows_of
+from moe_nvfp4.cli.models import check_original, form_of, load, model_config, resolve, text_of, windows_of
 from moe_nvfp4.cli.options import (
     ACTIVATIONS,
     ACTIVATIONS_HELP,
@@ -140,6 +140,6 @@ def _quantized(args: argparse.Namespace) -> Any:
     if args.quantized is None:
         return load(args, "bf16", tokenizer=False)[0]
     source = resolve(args.quantized)
-    if "quantization_config" not in model_config(source).to_dict():
-        raise ValueError(f"{args.quantized} is not quantized: name a 4-bit folder, or leave out --quantized")
+    if form_of(model_config(source), args.quantized) != "NVFP4":
+        raise ValueError(f"{args.quantized} is not quantized to NVFP4: name a 4-bit folder, or leave out --quantized")
     return load(argparse.Namespace(**{**vars(args), "model": source}), None, tokenizer=False)[0]

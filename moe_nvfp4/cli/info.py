@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from moe_nvfp4.cli.models import check_whole, empty_model, model_config, quantization_of, resolve
+from moe_nvfp4.cli.models import check_whole, empty_model, form_of, model_config, quantization_of, resolve
 from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_exclude, add_json, command
 from moe_nvfp4.cli.output import say, show_json, table
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
 
     source = resolve(args.model)
     config = model_config(source)
-    quantization = quantization_of(config, args)
+    form, quantization = form_of(config, args.model), quantization_of(config, args)
     chosen = MoeNvfp4Config(exclude=args.exclude) if quantization is None else MoeNvfp4Config.from_dict(quantization)
     model = empty_model(config, source)
     modules, skipped = _experts_modules(model)
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
         })  # fmt: skip
         return
     if not args.json:
-        state = "bf16, would become NVFP4" if quantization is None else f"NVFP4 of {chosen.dialect}"
+        state = f"{form or 'bf16'}, would become NVFP4" if quantization is None else f"NVFP4 of {chosen.dialect}"
         say(f"{args.model}: {type(model).__name__}, {len(experts)} layers of experts, {state}")
         rows = grouped((name, row.cells()) for name, row in experts.items())
         table([""] * 5, [[f"  {name}", *cells] for name, cells in rows], left=4)

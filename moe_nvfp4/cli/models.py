@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,11 +106,18 @@ def config_errors(source: str) -> Iterator[None]:
 
 
 def check_whole(model: Any, source: str) -> None:
-    """ValueError if the dense files of `source` lack a tensor of `model`, where transformers would put random ones."""
+    """ValueError if the files of `source`, which are not NVFP4, lack a tensor of `model`, where transformers would put
+    random ones."""
     from moe_nvfp4.integrations.huggingface.files import check_dense
+    from moe_nvfp4.quantize.dense import dense_given
     from moe_nvfp4.quantize.files import open_checkpoint
+    from moe_nvfp4.quantize.model import ModelTensors
 
-    check_dense(open_checkpoint(folder(source)), model)
+    files = open_checkpoint(folder(source))
+    if files.config.get("quantization_config"):
+        ModelTensors(model).check(dense_given(files))
+    else:
+        check_dense(files, model)
 
 
 def tokenizer_of(source: str) -> Any:
@@ -140,26 +148,34 @@ def empty_model(config: Any, source: str) -> Any:
         return model_class(config)._from_config(config, dtype=torch.bfloat16)
 
 
-def quantization_of(config: Any, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The quantization_config of NVFP4 files, or None for dense ones. ValueError for other formats, and for options
-    about quantizing where nothing is left to quantize.
-    """
-    from moe_nvfp4.quantize.dialects import read_config
+def form_of(config: Any, name: str) -> str | None:
+    """What the files of model `name` hold: "NVFP4"; "MXFP4" or "FP8", which become NVFP4 while they load; None: dense.
+    ValueError for other formats."""
+    from moe_nvfp4.quantize.plan import quantized_form
 
-    quantization: dict[str, Any] | None = config.to_dict().get("quantization_config")
-    if quantization is None:
+    quantization = config.to_dict().get("quantization_config")
+    try:
+        return quantized_form({"quantization_config": quantization})
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def quantization_of(config: Any, args: argparse.Namespace) -> dict[str, Any] | None:
+    """The quantization_config of NVFP4 files; None for those that are yet to be quantized. ValueError for other
+    formats, and for options about quantizing where nothing is left to quantize.
+    """
+    if form_of(config, args.model) != "NVFP4":
         return None
-    if read_config(quantization) is None:
-        raise ValueError(f"{args.model} is quantized with {quantization.get('quant_method')!r}, not with NVFP4: FP8 "
-                         "and MXFP4 are converted by moe-nvfp4 quantize")  # fmt: skip
     if given := [f"--{name}" for name in ("recipe", "exclude", "linears") if getattr(args, name)]:
         raise ValueError(f"{' and '.join(given)} would have no effect: {args.model} is 4-bit already; name the "
                          f"original model, or leave out {' and '.join(given)}")  # fmt: skip
+    quantization: dict[str, Any] = config.to_dict()["quantization_config"]
     return quantization
 
 
 def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = True) -> tuple[Any, Any]:
-    """(model, tokenizer). activations: for dense experts, which are then quantized while loading; None: load as is."""
+    """(model, tokenizer). activations: for experts that are not NVFP4, which are then quantized while loading; None:
+    dense, or as NVFP4 files have them."""
     import torch
 
     from moe_nvfp4.devices import usable_device
@@ -174,7 +190,7 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
         beside = "all"
     if beside is not None and place.type != "cuda":
         raise ValueError(f"--cpu-experts keeps experts beside a GPU, and the model runs on {place}: leave it out")
-    quantized = quantization_of(config, args) is not None
+    form, quantized = form_of(config, args.model), quantization_of(config, args) is not None
     if quantized:
         chosen = getattr(args, "activations", None)  # `compare` has a list, and sets each itself
         kwargs["config"] = checkpoint_config(source, activations=chosen) if isinstance(chosen, str) else config
@@ -188,14 +204,36 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
     empty = empty_model(config, source)  # else a config that makes no sense ends in a traceback of transformers
     if not quantized and activations is None:
         check_whole(empty, source)
+    make = partial(model_class(config).from_pretrained, source)
+    if form in ("MXFP4", "FP8") and activations is None:
+        make = partial(dense_model, config, source)
+    elif form in ("MXFP4", "FP8"):
+        note(f"{args.model} is {form}, and becomes NVFP4 while it loads: moe-nvfp4 quantize {args.model} DST writes it "
+             "once")  # fmt: skip
     if place.type != "cpu" and beside is None:  # device_map needs accelerate (extra "gpu"), which a CPU can do without
         kwargs["device_map"] = str(place)
     with torch.cuda.device(place) if beside is not None else nullcontext():  # "auto" looks at this GPU's memory
-        loaded = model_class(config).from_pretrained(source, dtype=torch.bfloat16, **kwargs)
+        loaded = make(dtype=torch.bfloat16, **kwargs)
     if beside is not None:
         note(describe_placement(loaded))
         loaded = loaded.to(place)
     return loaded.eval(), tokenizer_of(source) if tokenizer else None
+
+
+def dense_model(config: Any, source: str, **kwargs: Any) -> Any:
+    """The dense model of the MXFP4 or FP8 files of `source`: each tensor is dequantized when transformers asks for it.
+    kwargs: of from_pretrained."""
+    from transformers import GenerationConfig
+
+    from moe_nvfp4.quantize.dense import dense_tensors
+    from moe_nvfp4.quantize.files import open_checkpoint
+
+    dense = type(config).from_dict({k: v for k, v in config.to_dict().items() if k != "quantization_config"})
+    files = dense_tensors(open_checkpoint(folder(source)))
+    model = model_class(config).from_pretrained(None, config=dense, state_dict=files, **kwargs)
+    with suppress(OSError):  # there is none
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    return model
 
 
 def load_to_answer(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -207,8 +245,8 @@ def load_to_answer(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def check_original(args: argparse.Namespace) -> None:
-    """ValueError if MODEL is quantized, for commands that compare with the original."""
-    if "quantization_config" in model_config(resolve(args.model)).to_dict():
+    """ValueError if MODEL is NVFP4, for commands that compare with the original."""
+    if form_of(model_config(resolve(args.model)), args.model) == "NVFP4":
         raise ValueError(f"{args.model} is quantized already: {args.command} needs the original to compare with")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from moe_nvfp4.cli.models import folder, load, model_config
+from moe_nvfp4.cli.models import folder, form_of, load, model_config
 from moe_nvfp4.cli.options import ACTIVATIONS, add_device, path, whole
 from moe_nvfp4.cli.output import note, say, show_json, table
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{option} compares folders, --server a server: leave one of them out")
     server, source = Endpoint(args.server, args.model), folder(args.destination)
     config = model_config(source)
-    if "quantization_config" not in config.to_dict():
+    if form_of(config, args.destination) != "NVFP4":
         raise ValueError(f"{args.destination} is not an NVFP4 checkpoint: name the 4-bit folder that is served")
     tokenizer = tokenizer_of(source)
     text = text_of(argparse.Namespace(text=args.text, model="demo", command=args.command))

@@ -1,19 +1,24 @@
 """Commands that read and write checkpoints: quantize, calibrate, info and verify."""
 
 import io
+import json
 import math
 import os
 import re
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from moe_nvfp4 import demo
 from moe_nvfp4.cli import info
-from tests.cli.commands import Terminal, run
+from tests.cli.commands import Terminal, mistake, run
+from tests.common import ROOT
+from tests.folders import change_config, fp8
 from tests.models import make, qwen3_moe, tensors
 
 
@@ -51,6 +56,37 @@ def test_quantize_info_generate(folder, tmp_path, capsys):
         said = capsys.readouterr().out
         assert re.search(r"speed: +[\d.]+ tokens/s over 5 tokens", said)
         assert re.search(r"experts: [\d.]+ KB in bf16, [\d.]+ KB in NVFP4 \(3\.\d\dx smaller\)", said)
+
+
+def test_fp8_becomes_nvfp4_while_it_loads(folder, tmp_path, capsys):
+    """And is compared with its own values: those of a bf16 folder that has them."""
+    source, twin = tmp_path / "fp8", tmp_path / "twin"
+    for path in (source, twin):
+        shutil.copytree(folder, path)
+    files, dense = tensors(folder), tensors(folder)
+    for name in [n for n in files if ".experts." in n or "q_proj" in n]:
+        files[name], files[f"{name}_scale_inv"], values = fp8("block", files[name].float())
+        dense[name] = values.bfloat16()
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    save_file(dense, twin / "model.safetensors", metadata={"format": "pt"})
+    change_config(source, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    run("info", source)
+    assert "2 layers of experts, FP8, would become NVFP4" in capsys.readouterr().out
+    run("generate", source, "--raw", "--prompt", "Hello", "--max-new-tokens", 4, "--device", "cpu")
+    said = capsys.readouterr().out
+    assert f"{source} is FP8, and becomes NVFP4 while it loads: moe-nvfp4 quantize {source} DST writes it once" in said
+    assert "smaller)" in said
+    found = []
+    for path in (source, twin):
+        text = ("--text", ROOT / "README.md", "--window", 32, "--windows", 2, "--device", "cpu", "--json")
+        run("compare", path, *text)
+        said = capsys.readouterr()
+        found.append(json.loads(said.out[said.out.index("{") :])["models"])
+    assert found[0] == found[1] and found[0]["W4A16"]["kl"] > 0
+    lacking = {name: tensor for name, tensor in files.items() if "q_norm" not in name}
+    save_file(lacking, source / "model.safetensors", metadata={"format": "pt"})
+    for command in (("info",), ("generate", "--bf16")):
+        assert "the files lack 2 of the 25 tensors" in mistake((command[0], source, *command[1:]), capsys)
 
 
 def test_quantize_verify_and_back(folder, tmp_path, capsys):

@@ -24,11 +24,9 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, monkeypatch, ca
     shutil.copytree(tmp_path / "done", tmp_path / "lacking")
     save_file({n: t for n, t in tensors(tmp_path / "done").items() if "q_norm" not in n},
               tmp_path / "lacking" / "model.safetensors")  # fmt: skip
-    modelopt = {"quant_method": "modelopt", "quant_algo": "MXFP4"}
-    for kind, said in (("fp8", {"quant_method": "fp8"}), ("mxfp4", modelopt)):
-        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
-        (tmp_path / kind).mkdir()
-        (tmp_path / kind / "config.json").write_text(json.dumps(config))
+    awq = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "awq").mkdir()
+    (tmp_path / "awq" / "config.json").write_text(json.dumps(awq))
     for name, pattern, cut in (("cut", "*.safetensors", 100), ("no-tokenizer", "tokenizer.json", 5)):
         shutil.copytree(folder, tmp_path / name)
         path = next((tmp_path / name).glob(pattern))
@@ -73,8 +71,10 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, monkeypatch, ca
         ),
         (("info", "nobody/nothing"), "'nobody/nothing' is no folder here, and the Hugging Face Hub does not give it"),
         (("verify", "nobody/nothing"), "'nobody/nothing' is no folder here"),
-        (("generate", tmp_path / "fp8"), "is quantized with 'fp8', not with NVFP4: FP8 and MXFP4 are converted by"),
-        (("generate", tmp_path / "mxfp4"), "NVFP4_AWQ. Convert this checkpoint (moe-nvfp4 quantize"),
+        (
+            ("generate", tmp_path / "awq"),
+            "awq: the files are quantized with 'awq'; this library reads fp8 (in blocks), ",
+        ),
         (("info", folder, "--exclude", "nope*"), "--exclude 'nope*' matches no experts module"),
         (("info", tmp_path / "done", "--exclude", "model.layers.0.*"), "--exclude would have no effect"),
         (

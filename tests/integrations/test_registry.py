@@ -74,7 +74,7 @@ def test_registering_is_undone_and_may_be_repeated(fresh):
         assert state() == once
         assert all(MoeNvfp4Config in read(**config) for config in NVFP4.values())
         changed = {k for k in configs if configs[k] is not fresh[0].get(k)}
-        assert changed == {"modelopt", "moe_nvfp4", "compressed-tensors", "fp8", "quark"}
+        assert changed == {"modelopt", "moe_nvfp4", "compressed-tensors", "fp8", "mxfp4", "quark"}
         assert MoeNvfp4Config.__name__ == "MoeNvfp4Config", "and that of each config that one may be given in place of"
         assert {"Mxfp4Config", "FineGrainedFP8Config", "QuarkConfig"} <= MoeNvfp4Config.__name__.names
         assert set(auto.AUTO_QUANTIZER_MAPPING) - set(fresh[1]) == {"moe_nvfp4"}
