@@ -158,6 +158,15 @@ class Talk:
         )  # fmt: skip
         reply: str = self.tokenizer.decode(said.ids[said.prompt :], skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": reply}]
-        self.cache, length = said.cache, 0 if said.cache is None else int(said.cache.get_seq_length())
-        self.seen = said.ids[:length].tolist()
+        self.cache = said.cache if _holds_tokens_only(said.cache) else None
+        self.seen = [] if self.cache is None else said.ids[: int(self.cache.get_seq_length())].tolist()
         return reply
+
+
+def _holds_tokens_only(cache: Any) -> bool:
+    """Whether a cache is keys and values of tokens. A state (linear attention, convolutions) goes on with one token; of
+    several at once, the next message, models of transformers lose it (Jamba, MiniMax)."""
+    layers = [] if cache is None else cache.layers
+    return bool(layers) and all(
+        getattr(layer, "keys", None) is not None and not hasattr(layer, "conv_states") for layer in layers
+    )

@@ -15,7 +15,7 @@ from moe_nvfp4.integrations.huggingface.graphs import CACHE
 from tests.cli.commands import run
 from tests.common import ROOT, made_demo
 from tests.integrations.test_graphs import recorded  # noqa: F401
-from tests.models import make, qwen3_moe
+from tests.models import SMALL, make, qwen3_moe
 
 
 @pytest.mark.slow
@@ -263,3 +263,43 @@ def test_chat_with_settings_of_the_models_own(setting, talkative, monkeypatch):
     model.generation_config.update(**setting)
     talk = Talk(model, tokenizer, None, 0.0, 4)
     assert [talk.ask("Hi there"), talk.ask("more")] == want
+
+
+def _jamba():
+    """A state of a mamba layer in the cache."""
+    from transformers import JambaConfig, JambaForCausalLM
+
+    return JambaForCausalLM(JambaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, attn_layer_period=3, attn_layer_offset=1,
+        expert_layer_period=2, expert_layer_offset=1, use_mamba_kernels=False, pad_token_id=0))  # fmt: skip
+
+
+def _minimax():
+    """One of linear attention, in a cache that has no keys and values in its first layer."""
+    from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+    return MiniMaxForCausalLM(MiniMaxConfig(
+        **SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2,
+        layer_types=["linear_attention", "full_attention"], block_size=8))  # fmt: skip
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("family", [_jamba, _minimax])
+def test_chat_with_a_model_that_keeps_a_state(family, talkative):
+    """transformers' models of these families forget it when several tokens come at once, as the next message does."""
+    from transformers import AutoTokenizer
+
+    from moe_nvfp4.cli.chat import Talk
+    from moe_nvfp4.integrations.huggingface import swap_experts
+
+    model = swap_experts(make(family, torch.float32), recipe="max").eval()
+    model.generation_config.eos_token_id = None
+    tokenizer = AutoTokenizer.from_pretrained(talkative)
+    talk, text = Talk(model, tokenizer, None, 0.0, 6), ""
+    for asked in ("Hi there", "more", "and more"):
+        inputs = tokenizer(f"{text}u:{asked};a:", return_tensors="pt")
+        new = model.generate(**inputs, do_sample=False, max_new_tokens=6, use_cache=False)
+        want = tokenizer.decode(new[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert talk.ask(asked) == want
+        text += f"u:{asked};a:{want};"
