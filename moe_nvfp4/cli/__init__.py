@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     if args.command != "env":  # which shows the variables that the user has set
-        output.set_up(args.quiet)
+        output.set_up(args.quiet, getattr(args, "json", False))
     try:
         code = args.run(args)
     except KeyboardInterrupt as stop:  # a command that can go on later says how

@@ -13,14 +13,14 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_quiet = False
+_quiet = _json = False
 
 
-def set_up(quiet: bool) -> None:
-    """What --quiet leaves out, that nobody draws a bar into a file or pipe, and how threads wait. To be called before
-    torch, transformers and tqdm are imported, which read these variables once."""
-    global _quiet
-    _quiet = quiet
+def set_up(quiet: bool, json: bool = False) -> None:
+    """What --quiet leaves out, that --json leaves stdout to programs, that nobody draws a bar into a file or pipe, and
+    how threads wait. To be called before torch, transformers and tqdm are imported, which read these variables once."""
+    global _quiet, _json
+    _quiet, _json = quiet, json
     # Beside one busy process on two cores, threads that wait by spinning took 40 times as long as on idle cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if quiet:
@@ -44,8 +44,10 @@ def say(line: str = "") -> None:
 
 
 def note(line: str) -> None:
-    """Print what was not asked for: --quiet leaves it out."""
-    if not _quiet:
+    """Print what was not asked for: --quiet leaves it out. With --json it goes to stderr."""
+    if _json and not _quiet:
+        print(printable(line), file=sys.stderr, flush=True)
+    elif not _quiet:
         say(line)
 
 

@@ -81,7 +81,8 @@ def test_fp8_becomes_nvfp4_while_it_loads(folder, tmp_path, capsys):
         text = ("--text", ROOT / "README.md", "--window", 32, "--windows", 2, "--device", "cpu", "--json")
         run("compare", path, *text)
         said = capsys.readouterr()
-        found.append(json.loads(said.out[said.out.index("{") :])["models"])
+        found.append(json.loads(said.out)["models"])
+        assert ("becomes NVFP4 while it loads" in said.err) == (path == source)
     assert found[0] == found[1] and found[0]["W4A16"]["kl"] > 0
     lacking = {name: tensor for name, tensor in files.items() if "q_norm" not in name}
     save_file(lacking, source / "model.safetensors", metadata={"format": "pt"})
