@@ -69,8 +69,19 @@ def fake_quantize(row, scale=None, activations="nvfp4"):
     return dense(codes, sf.view(torch.uint8), scale)
 
 
-def naive_moe(x, ids, weights, w: ExpertWeights, pre_quant_scales=None):
-    """Token by token, slot by slot, in float64; h is rounded where the specification rounds it."""
+def naive_situ(v: list[float], I: int, beta: float, linear: float) -> list[float]:
+    """A gate that the kernels do not have: SiTU, whose gate and up are clipped by tanh (Kimi's)."""
+    return [
+        beta * math.tanh(g / beta) / (1 + math.exp(-g)) * linear * math.tanh(u / linear)
+        for g, u in zip(v[:I], v[I:], strict=True)
+    ]
+
+
+def naive_moe(x, ids, weights, w: ExpertWeights, pre_quant_scales=None, own_gate=naive_gate):
+    """Token by token, slot by slot, in float64; h is rounded where the specification rounds it.
+
+    own_gate: in place of the gate that `w` names: (gate, v, I) -> h
+    """
     x, ids, weights = x.cpu(), ids.cpu(), weights.cpu()
     w = replace(w, **{f.name: v.cpu() for f in fields(w) if isinstance(v := getattr(w, f.name), torch.Tensor)})
     y = torch.zeros(x.shape[0], w.hidden_size, dtype=torch.float64, device="cpu")
@@ -90,7 +101,7 @@ def naive_moe(x, ids, weights, w: ExpertWeights, pre_quant_scales=None):
             v = dense(w.w13.codes[e], w.w13.sf[e], scale) @ row
             if w.w13.bias is not None:
                 v = v + w.w13.bias[e].double()
-            h = torch.tensor(naive_gate(w.gate, v.tolist(), I), dtype=torch.float64, device="cpu")
+            h = torch.tensor(own_gate(w.gate, v.tolist(), I), dtype=torch.float64, device="cpu")
             if pre_quant_scales is not None:
                 h = h.to(x.dtype).double() * pre_quant_scales[1][e].double()
             if not quantized:
@@ -296,6 +307,30 @@ def test_own_gate_runs_between_the_gemms():
         assert relative_error(raw(x, ids, p), want := layer(x, ids, p)) < THRESHOLDS["w4a4"]
         with torch.no_grad():
             assert relative_error(raw(x, ids, p), want) < THRESHOLDS["w4a4"]
+
+
+def situ(v):
+    """The gate of `naive_situ`, as a model has it."""
+    g, u = v.float().chunk(2, -1)
+    return (1.5 * torch.tanh(g / 1.5) * torch.sigmoid(g) * 0.75 * torch.tanh(u / 0.75)).to(v.dtype)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(("activations", "static"), [("bf16", False), ("nvfp4", False), ("nvfp4", True)])
+def test_a_gate_that_new_models_bring_matches_the_loop(activations, static, backend, monkeypatch):
+    """x * tanh-like gates run between the GEMMs, with biases and slots of other ranks."""
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
+    layer = make(bias=True, activations=activations, static=static)
+    layer.gate, layer.own_gate = Gate("raw"), situ
+    x, ids, p = batch(9, 4, 3, 64, sentinels=True)
+    assert layer.backend(x.dtype).name == backend
+    own = lambda gate, v, I: naive_situ(v, I, 1.5, 0.75)
+    expected = naive_moe(x, ids, p, layer.weights.validate(), own_gate=own)
+    assert relative_error(layer(x, ids, p), expected) < THRESHOLDS["fp32"]
+    with torch.no_grad():
+        assert relative_error(layer(x, ids, p), expected) < THRESHOLDS["fp32"]
+    silu = naive_moe(x, ids, p, replace(layer.weights, gate=Gate("silu")))
+    assert relative_error(silu, expected) > 0.1, "another gate gives other numbers"
 
 
 def test_post_expert_norm_comes_before_the_routing_weight():

@@ -18,6 +18,7 @@ from moe_nvfp4.kernels.portable.launch import launch  # noqa: E402
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights, Matrices  # noqa: E402
 from tests.common import THRESHOLDS, reference_layer, reference_rows, relative_error  # noqa: E402
+from tests.core.test_layer import naive_moe, naive_situ, situ  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATES = {
@@ -287,6 +288,22 @@ def test_stages():
     y = portable.gemm2_combine(Rows(h), w, groups, weights, x.dtype)
     want = reference.gemm2_combine(Rows(h), w, groups, weights, torch.float32)
     assert relative_error(y, want) < THRESHOLDS["half"]
+
+
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_a_gate_of_a_model_s_own_between_the_stages(activations):
+    """SiTU, whose gate and up are clipped by tanh, in a loop over tokens and slots in float64."""
+    torch.manual_seed(0)
+    w = make_weights(3, 64, 48, Gate("raw"), activations, bias=True)
+    x, ids, weights = batch(5, 64, 3, 2)
+    groups = group_by_expert(ids, 3)
+    quantized = activations == "nvfp4"
+    r = portable.quantize_rows(x, groups.token, None, groups) if quantized else Rows(x, index=groups.token)
+    h = situ(portable.gemm1_swiglu(r, w, groups, torch.float32 if quantized else x.dtype).values)
+    r = portable.quantize_rows(h, None, None, groups) if quantized else Rows(h)
+    y = portable.gemm2_combine(r, w, groups, weights, x.dtype)
+    want = naive_moe(x, ids, weights, w, own_gate=lambda gate, v, I: naive_situ(v, I, 1.5, 0.75))
+    assert relative_error(y, want) < THRESHOLDS["w4a4" if quantized else "half"]
 
 
 @pytest.mark.slow_after(1)
