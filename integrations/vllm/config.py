@@ -94,7 +94,8 @@ class MoeNvfp4Config(QuantizationConfig):
         if info is None and user_quant == NAME:
             raise ValueError(
                 f"the checkpoint is quantized with {hf_quant_cfg.get('quant_method')!r}, --quantization {NAME} is for "
-                "NVFP4 and bf16 experts: moe-nvfp4 quantize SRC DST reads other formats; serve DST"
+                "NVFP4 and bf16 experts: moe-nvfp4 quantize SRC DST reads other formats; serve DST, or MODEL with "
+                "transformers (moe-nvfp4 serve --engine transformers MODEL), where it becomes NVFP4 while it loads"
             )
         if info is None:
             return None
