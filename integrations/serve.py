@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -58,6 +59,8 @@ def serve_command(
                     f'{{"moe_nvfp4": {{"cpu_experts": {json.dumps(cpu_experts)}, ...}}}}'
                 )
             server += ["--hf-overrides", json.dumps({"moe_nvfp4": {"cpu_experts": cpu_experts}})]
+        if _becomes_nvfp4(model) and not any(name.startswith("--load-f") for name in names):
+            server += ["--load-format", "moe_nvfp4"]
         return [*server, "--quantization", "moe_nvfp4", *options]
     if cpu_experts is not None:
         raise ValueError("--cpu-experts: transformers' server has no option for it: install vLLM")
@@ -75,3 +78,12 @@ def serve_command(
         )
     code = TRANSFORMERS.format(str(Path(__file__).parents[2]))
     return [sys.executable, "-P", "-c", code, "serve", model, *options]
+
+
+def _becomes_nvfp4(model: str) -> bool:
+    """Whether the files of `model` are MXFP4 or FP8, by its config. False where that cannot be read: vLLM says so."""
+    from transformers import PretrainedConfig
+
+    with suppress(OSError, ValueError):
+        return quantized_form(PretrainedConfig.get_config_dict(model)[0]) in ("MXFP4", "FP8")
+    return False

@@ -4,13 +4,15 @@
 
     vllm serve FOLDER --quantization moe_nvfp4
 
-FOLDER holds NVFP4 experts (ModelOpt or compressed-tensors), or bf16 ones, which are quantized as they are read.
+FOLDER holds NVFP4 experts (ModelOpt or compressed-tensors), or bf16 ones, which are quantized as they are read; with
+`--load-format moe_nvfp4` also MXFP4 or FP8 ones.
 
     config.py    the quantization config: which layers are ours, and which options and files are errors
     method.py    one MoE layer: its parameters and its forward
     linear.py    one linear, or several that vLLM fuses
     adapters.py  a LoRA adapter of experts; does not import vLLM
     loading.py   fills an `NVFP4Experts` from single tensors; does not import vLLM
+    unwritten.py MXFP4 and FP8 files, as NVFP4; does not import vLLM
     placement.py which layers' experts stay on the CPU; does not import vLLM
     engine.py    uses vLLM's internals, which change with its versions
 """
@@ -26,3 +28,8 @@ def register() -> None:
         from moe_nvfp4.integrations.vllm.config import MoeNvfp4Config
 
         register_quantization_config(NAME)(MoeNvfp4Config)
+        from vllm.model_executor.model_loader import register_model_loader
+
+        from moe_nvfp4.integrations.vllm.engine import UnwrittenLoader
+
+        register_model_loader(NAME)(UnwrittenLoader)

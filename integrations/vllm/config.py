@@ -17,8 +17,11 @@ from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
 from moe_nvfp4.integrations.vllm.loading import check_files, dense_names
 from moe_nvfp4.integrations.vllm.placement import Placement
+from moe_nvfp4.integrations.vllm.unwritten import Converted
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
-from moe_nvfp4.quantize.files import open_checkpoint
+from moe_nvfp4.quantize.files import Checkpoint, open_checkpoint
+from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.plan import quantized_form
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
@@ -29,6 +32,7 @@ READERS: dict[str, tuple[str, ...]] = {"modelopt": ("modelopt_mixed", "modelopt_
 DENSE_HEADS = ("gpt_oss", "jamba", "qwen3_next", "step3_text")
 VLLM = "vllm"
 LINEARS = (NAME, VLLM)
+FORM = "moe_nvfp4_from"  # the key that `convert` adds to a quantization_config, which vLLM may read again
 OPTIONS = ("activations", "recipe", "exclude", "linears", "adapter", "cpu_experts")
 
 
@@ -48,14 +52,15 @@ class MoeNvfp4Config(QuantizationConfig):
     base  vLLM's own config of NVFP4 files; None: the files are bf16. Their experts are quantized as they are loaded,
           and their linears stay as they are
     info  what the config of NVFP4 files says
+    form  "MXFP4" or "FP8", of files that become NVFP4 while they load: `maybe_update_config` then sets base and info
 
     Options come from `moe_nvfp4` in the folder's quantization_config, or from the command line:
     `--hf-overrides '{"moe_nvfp4": {"activations": "nvfp4"}}'`.
 
     activations  "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4); default: what the files were made for, or
                  "bf16" for bf16 files
-    recipe       how block scales are chosen when bf16 experts are quantized
-    exclude      with bf16 files: names or wildcards of experts modules that stay as they are
+    recipe       how block scales are chosen when experts are quantized
+    exclude      with files that are not NVFP4: names or wildcards of experts modules that stay as they are
     linears      with NVFP4 files: whose kernels run NVFP4 linears, "vllm" or "moe_nvfp4"; default: vLLM's, except on a
                  CPU, where it has none
     adapter      a folder with a LoRA adapter of experts, which all requests get
@@ -63,10 +68,13 @@ class MoeNvfp4Config(QuantizationConfig):
                  ones), "all", or "auto": as many as the GPU has no room for
     """
 
-    def __init__(self, base: QuantizationConfig | None = None, info: QuantizationInfo | None = None):
+    def __init__(
+        self, base: QuantizationConfig | None = None, info: QuantizationInfo | None = None, form: str | None = None
+    ):
         check_version()
         super().__init__()
-        self.base, self.info = base, info
+        self.base, self.info, self.form = base, info, form
+        self.converted: Converted | None = None
         self.ignore = [] if info is None else list(info.ignore)
         self.activations, self.recipe, self.exclude = None, DEFAULT_RECIPE, []
         self.linears: str | None = None
@@ -86,6 +94,9 @@ class MoeNvfp4Config(QuantizationConfig):
         if user_quant != NAME and not (user_quant is None and current_platform.is_cpu()):
             return None
         try:  # unless the user asked for us, errors in other tools' configs are not ours to raise
+            if user_quant == NAME and _becomes_nvfp4(hf_quant_cfg):
+                check_version()
+                return NAME
             info = _read(hf_quant_cfg) if hf_quant_cfg.get("quant_method") in READERS else None
         except (ValueError, KeyError, TypeError, AttributeError):
             if user_quant == NAME:
@@ -94,8 +105,8 @@ class MoeNvfp4Config(QuantizationConfig):
         if info is None and user_quant == NAME:
             raise ValueError(
                 f"the checkpoint is quantized with {hf_quant_cfg.get('quant_method')!r}, --quantization {NAME} is for "
-                "NVFP4 and bf16 experts: moe-nvfp4 quantize SRC DST reads other formats; serve DST, or MODEL with "
-                "transformers (moe-nvfp4 serve --engine transformers MODEL), where it becomes NVFP4 while it loads"
+                "experts in NVFP4, MXFP4, FP8 (in blocks) and bf16: moe-nvfp4 quantize SRC DST makes a folder to serve "
+                "of the original"
             )
         if info is None:
             return None
@@ -107,6 +118,8 @@ class MoeNvfp4Config(QuantizationConfig):
         from moe_nvfp4.integrations.vllm import engine
 
         check_version()
+        if form := _becomes_nvfp4(config):
+            return cls(form=form)
         info = _read(config)
         if config.get("quant_method") not in READERS:
             raise ValueError(
@@ -154,13 +167,30 @@ class MoeNvfp4Config(QuantizationConfig):
             raise no_gpu()
         if self.adapter is not None:
             self.adapter.check_layers(hf_config.get_text_config().num_hidden_layers)
+        coming = None if self.form is None else self.convert(model_name, hf_config, revision)
         if self.base is not None:
             self.check_head(hf_config)
             self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
-            if os.path.isdir(model_name) and any(Path(model_name).glob("*.safetensors")):
-                source = open_checkpoint(model_name)  # ValueError unless headers and index are whole
+            if coming is not None or os.path.isdir(model_name) and any(Path(model_name).glob("*.safetensors")):
+                source = open_checkpoint(model_name) if coming is None else coming  # ValueError unless they are whole
                 check_files(source, self.info)
                 self.dense = dense_names(source, self.info)
+
+    def convert(self, model_name: str, hf_config: Any, revision: str | None) -> Checkpoint:
+        """Make this the config of the NVFP4 checkpoint that a conversion of the model's files would write, which is
+        returned. Raises what a conversion does."""
+        from moe_nvfp4.integrations.vllm import engine
+
+        folder = model_name if os.path.isdir(model_name) else engine.download(model_name, revision)
+        options = Options(self.recipe, self.exclude, activations=self.activations or "bf16", device="cpu")
+        self.converted = Converted(folder, options)
+        coming = self.converted.open().checkpoint
+        config = coming.config["quantization_config"]
+        self.base, self.info, self.exclude = engine.base_config(config), _read(config), []
+        self.ignore = list(self.info.ignore)
+        self.base.packed_modules_mapping = self.packed_modules_mapping
+        hf_config.quantization_config = {**config, FORM: self.form}  # vLLM's gpt-oss chooses its way to load by it
+        return coming
 
     def check_head(self, hf_config: Any) -> None:
         """NotImplementedError for a 4-bit head in a model of vLLM's that cannot have one."""
@@ -211,6 +241,7 @@ class MoeNvfp4Config(QuantizationConfig):
                 if activations is not None:
                     return NVFP4LinearMethod(prefix, self.info.dialect, self.activations or activations)
             return None if self.base is None else self.base.get_quant_method(layer, prefix)
+        engine.check_load_format(prefix, self.form)
         self.experts.append(prefix)
         activations: str | None = self.activations or "bf16"
         if self.base is None:
@@ -226,7 +257,9 @@ class MoeNvfp4Config(QuantizationConfig):
         if not theirs:
             dialect = None if self.base is None else self.info.dialect
             activations = self.activations or activations
-            return MoeNvfp4Method(layer, dialect, activations, self.recipe, self.adapter, self.placement)
+            return MoeNvfp4Method(
+                layer, dialect, activations, self.recipe, self.adapter, self.placement, self.converted
+            )
         if self.base is None or self.ignores(prefix):
             return None  # vLLM runs them unquantized
         return self.base.get_quant_method(layer, prefix)
@@ -280,6 +313,18 @@ class MoeNvfp4Config(QuantizationConfig):
             # vLLM translates names, not expressions, which compressed-tensors' lists consist of
             names = mapper.apply_list([f"{name}.weight" for name in self.dense])
             self.ignore += [name.removesuffix(".weight") for name in names]
+
+
+def _becomes_nvfp4(config: dict) -> str | None:
+    """MXFP4 or FP8, if what vLLM passes as `quantization_config` says so, in a form that a conversion reads."""
+    if FORM in config:
+        return config[FORM]
+    try:
+        # vLLM renames gpt-oss's method
+        form = quantized_form({**config, "quant_method": str(config.get("quant_method")).removeprefix("gpt_oss_")})
+    except ValueError:
+        return None
+    return form if form in ("MXFP4", "FP8") else None
 
 
 def _read(config: dict) -> QuantizationInfo | None:

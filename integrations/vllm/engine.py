@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import vllm
 from torch import Tensor
 from torch.nn import functional as F
-from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.config.load import LoadConfig
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -19,6 +21,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from moe_nvfp4.experts import NVFP4Experts
@@ -26,6 +29,7 @@ from moe_nvfp4.integrations.placement import COPIED, SCRATCH
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.config import READERS
 from moe_nvfp4.integrations.vllm.loading import check_folder, checked
+from moe_nvfp4.integrations.vllm.unwritten import Converted, tensors
 from moe_nvfp4.quantize.dialects.compressed_tensors import FORMAT
 from moe_nvfp4.quantize.dialects.modelopt import ALGOS
 from moe_nvfp4.weights import Gate
@@ -291,6 +295,11 @@ def _checking(reload: Callable[..., None]) -> Callable[..., None]:
                     f"reload_weights: vLLM {vllm.__version__} prepares a layer as soon as its parameters are full, and "
                     "those of 4-bit experts are empty: serve with vLLM 0.31 or newer, or start the server again"
                 )
+            if weights_iterator is None and config.converted is not None:
+                raise NotImplementedError(
+                    f"reload_weights: the files were {config.form}, which is converted once, when the server starts: "
+                    "serve the folder that moe-nvfp4 quantize SRC DST writes, or start the server again"
+                )
             if weights_iterator is not None:
                 weights_iterator = checked(weights_iterator, config.info)
             elif weights_path is not None:
@@ -347,6 +356,44 @@ def experts_here(layer: RoutedExperts, count: int) -> list[int]:
     """The numbers of this rank's experts, which are `count`, in order."""
     places = {local_expert(layer, e): e for e in range(layer.moe_config.num_experts)}
     return [places[i] for i in range(count)]
+
+
+def download(model: str, revision: str | None) -> str:
+    """The folder of a model on the Hub, with its config and its safetensors files."""
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(
+        model, revision=revision, allow_patterns=["*.safetensors", "*.json"], ignore_patterns="*/*"
+    )
+
+
+def check_load_format(name: str, form: str | None) -> None:
+    """ValueError if vLLM's own loader would read files of another format, MXFP4 or FP8."""
+    if form is not None and not dummy_weights() and get_current_vllm_config().load_config.load_format != NAME:
+        raise ValueError(f"{name}: the files are {form}, and become NVFP4 while they load: add --load-format {NAME}")
+
+
+class UnwrittenLoader(DefaultModelLoader):
+    """`--load-format moe_nvfp4`: vLLM's own loader, but files that the quantization config says are converted come as
+    the conversion makes them."""
+
+    def __init__(self, load_config: LoadConfig):
+        super().__init__(dataclasses.replace(load_config, load_format="auto"))
+        self.converted: Converted | None = None
+        self.experts = True
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, *args, **kwargs) -> torch.nn.Module:
+        self.converted = getattr(vllm_config.quant_config, "converted", None)
+        # vLLM's gpt-oss drops gate and up, so `ExpertLoader.read` takes all three
+        self.experts = model_config.hf_text_config.model_type != "gpt_oss"
+        return super().load_model(vllm_config, model_config, *args, **kwargs)
+
+    def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Iterator[tuple[str, Tensor]]:
+        if self.converted is None:
+            yield from super()._get_weights_iterator(source)
+            return
+        for name, tensor in tensors(self.converted.open(), self.experts):
+            yield source.prefix + name, tensor
 
 
 def model_folder() -> str | None:

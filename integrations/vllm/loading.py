@@ -19,6 +19,7 @@ from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, open_checkpoint
 from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
+from moe_nvfp4.quantize.unwritten import Unwritten
 from moe_nvfp4.weights import is_quantized
 
 DENSE = (torch.bfloat16, torch.float16, torch.float32)
@@ -89,23 +90,29 @@ class ExpertLoader:
             _fill(self._rows(name, part, e), self._of_rank(tensor.view(torch.uint8), part, where), where)
         self._seen.add((kind, part, e))
 
-    def read(self, folder: str | os.PathLike, place: Callable[[int], int]) -> None:
+    def read(self, folder: str | os.PathLike, place: Callable[[int], int], coming: Unwritten | None = None) -> None:
         """Take all tensors of this layer from a folder of NVFP4 files, if the server's loader passed on none.
 
         place   an expert's number in the files -> its index on this rank; -1 if it is on another rank
+        coming  a checkpoint that is not written, in place of the folder
         """
         if self._seen or self.dialect is None:
             return
         kinds = {getattr(self.dialect, kind): kind for kind in ("weight", "sf", "global_scale", "input_scale")}
         layer = self.name[max(self.name.find("layers."), 0) :]  # the names in the files may begin differently
-        for name, stored in open_checkpoint(folder).tensors.items():
+        source = open_checkpoint(folder) if coming is None else coming.checkpoint
+        places: dict[str, tuple[str, str, int]] = {}
+        for name in source.tensors:
             stem, _, suffix = name.rpartition(".")
             found = PER_EXPERT.fullmatch(stem)
             if found is None or not f".{found['module']}".endswith(f".{layer}"):
                 continue
             kind, part, e = (kinds | {"bias": "bias"}).get(suffix), found["part"], place(int(found["e"]))
             if kind is not None and e >= 0:
-                self.load(kind, PLAIN_NAMES.get(part, part), e, stored.tensor(), name)
+                places[name] = kind, PLAIN_NAMES.get(part, part), e
+        made = {} if coming is None else coming.make(places)
+        for name, (kind, part, e) in places.items():
+            self.load(kind, part, e, made[name] if name in made else source.tensors[name].tensor(), name)
 
     def finish(self) -> None:
         """Check that all tensors have come and are valid. ValueError names the first that fails."""

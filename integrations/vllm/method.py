@@ -18,6 +18,7 @@ from moe_nvfp4.integrations.vllm import engine
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
 from moe_nvfp4.integrations.vllm.loading import OTHER, OUTSIDE, ExpertLoader, refresh
 from moe_nvfp4.integrations.vllm.placement import Placement
+from moe_nvfp4.integrations.vllm.unwritten import Converted
 from moe_nvfp4.ops import Adapters
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.ready import prepare
@@ -37,10 +38,11 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         recipe: str,
         adapter: ExpertsAdapter | None = None,
         placement: Placement | None = None,
+        converted: Converted | None = None,
     ):
         super().__init__(layer.moe_config)
         engine.refuse(layer, dense=dialect is None, adapter=adapter is not None)
-        self.adapter, self.placement = adapter, placement or Placement()
+        self.adapter, self.placement, self.converted = adapter, placement or Placement(), converted
         self.gate, self.own_gate = engine.gate_of(layer)
         self.dialect, self.activations, self.recipe = dialect, activations, recipe
 
@@ -156,8 +158,9 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         if self.dummy and not again:
             _randomize(layer.nvfp4)
         else:
-            if self.folder is not None and not again:
-                loader.read(self.folder, partial(engine.local_expert, layer))
+            coming = None if self.converted is None else self.converted.open()
+            if (self.folder is not None or coming is not None) and not again:
+                loader.read(self.folder, partial(engine.local_expert, layer), coming)
             loader.finish()
         beside = self.device if layer.nvfp4.on_cpu and self.device.type != "cpu" else None
         prepare(loader.experts, self.moe.experts_per_token, self.moe.in_dtype, beside)

@@ -29,6 +29,18 @@ def test_vllm_where_it_is_installed(monkeypatch):
         assert command[4:] == ["--model", "some/model", "--quantization", "moe_nvfp4", "--port", "1"]
 
 
+def test_vllm_is_told_of_files_that_become_nvfp4(monkeypatch, tmp_path):
+    installed(monkeypatch, "vllm", "transformers")
+    for i, (said, told) in enumerate((
+        ({"quant_method": "mxfp4"}, True), ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, False), (None, False),
+    )):  # fmt: skip
+        PretrainedConfig(quantization_config=said).save_pretrained(tmp_path / str(i))
+        command = serve.serve_command(str(tmp_path / str(i)), "vllm", ["--port", "1"])
+        assert (command[6:8] == ["--load-format", "moe_nvfp4"]) is told and command[-2:] == ["--port", "1"], command
+        command = serve.serve_command(str(tmp_path / str(i)), "vllm", ["--load_format=dummy"])
+        assert "--load-format" not in command
+
+
 @pytest.mark.slow
 def test_else_transformers_which_reads_nvfp4_folders(monkeypatch, tmp_path):
     """Our import precedes its command line, so that its loader finds our reader. What is in the current folder is not

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.common import made_demo
-from tests.folders import quantized, qwen2_moe
+from tests.folders import change_config, fp8, quantized, qwen2_moe
 from tests.integrations.vllm_engine import NEW, PROMPTS, SETTINGS, ask, generate, on_two_ranks
 from tests.integrations.vllm_engine import engine as start
 from tests.models import folder, gpt_oss, llama4, mixtral, qwen3_moe, tensors
@@ -184,6 +185,43 @@ def test_families(tmp_path, family):
             generate(tmp_path / "bf16", quantization="moe_nvfp4")
 
 
+def test_other_formats_become_nvfp4_while_they_load(tmp_path):
+    """gpt-oss in MXFP4, whose experts vLLM's model does not pass on, and Qwen3 in FP8: as the folders that quantize
+    writes. vLLM's own loader would pass on other tensors."""
+    for family, form in ((lambda: gpt_oss(intermediate=64), mxfp4_stacks), (tiny(4), fp8_blocks)):
+        path = tmp_path / form.__name__
+        small = family()
+        small.config.hidden_size, small.config.head_dim = 128, 32
+        if small.config.model_type == "gpt_oss":
+            small.config.rope_parameters = YARN
+        form(folder(path, lambda model=small: type(model)(model.config), "source"))
+        convert_checkpoint(path / "source", path / "nvfp4")
+        expected = by_transformers(path / "nvfp4")
+        same(generate(path / "source", quantization="moe_nvfp4", load_format="moe_nvfp4"), expected)
+    with pytest.raises(ValueError, match="the files are FP8, and become NVFP4 while they load: add --load-format"):
+        start(path / "source", quantization="moe_nvfp4")
+
+
+def mxfp4_stacks(path):
+    """Make the experts of a gpt-oss folder MXFP4, of random numbers."""
+    files = tensors(path)
+    for name in [n for n in files if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        E, K, N = files.pop(name).shape
+        files[f"{name}_blocks"] = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8)
+        files[f"{name}_scales"] = torch.randint(121, 126, (E, N, K // 32), dtype=torch.uint8)
+    save_file(files, path / "model.safetensors", {"format": "pt"})
+    change_config(path, quantization_config={"quant_method": "mxfp4"})
+
+
+def fp8_blocks(path):
+    """Make the experts and the linears of a folder FP8."""
+    files = tensors(path)
+    for name in [n for n in files if n.endswith("proj.weight")]:
+        files[name], files[f"{name}_scale_inv"], _ = fp8("block", files[name].float())
+    save_file(files, path / "model.safetensors", {"format": "pt"})
+    change_config(path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+
+
 def test_adapters(folders, tmp_path):
     """One on the attention answers as in PEFT. One with tensors for other modules, which vLLM would leave out, is
     refused when it is loaded."""
@@ -314,10 +352,12 @@ def test_which_checkpoints_are_taken(monkeypatch):
     assert taken(NVFP4, None) == "moe_nvfp4" == taken(NVFP4, "moe_nvfp4")  # this is a CPU
     assert taken({"quantization": {"quant_algo": "NVFP4", "exclude_modules": []}, "quant_method": "modelopt"}, None)
     assert taken(NVFP4, "modelopt_fp4") is None and taken(FP8, None) is None
-    with pytest.raises(ValueError, match="'fp8'.*moe-nvfp4 quantize"):
-        taken({"quant_method": "fp8"}, "moe_nvfp4")
-    with pytest.raises(ValueError, match="'mxfp4'.*moe-nvfp4 quantize"):  # gpt-oss as it is on the Hub
-        taken({"quant_method": "mxfp4"}, "moe_nvfp4")
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    stacks = [{"quant_method": method} for method in ("mxfp4", "gpt_oss_mxfp4")]  # the second is vLLM's own name
+    for other in (blocks, *stacks):
+        assert taken(other, None) is None and taken(other, "moe_nvfp4") == "moe_nvfp4"
+    with pytest.raises(ValueError, match="'awq'.*moe-nvfp4 quantize"):
+        taken({"quant_method": "awq"}, "moe_nvfp4")
     with pytest.raises(ValueError, match="'FP8'"):
         taken(FP8, "moe_nvfp4")
     with pytest.raises(NotImplementedError, match="NVFP4_AWQ.*pre_quant_scale"):
