@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn import functional as F
@@ -32,6 +33,7 @@ from moe_nvfp4.integrations.huggingface.statistics import expert_rows
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.importance import layer_importance, load_importance, save_importance
 from moe_nvfp4.quantize.options import Options
+from tests.integrations.test_checkpoint_forms import deepseek_v4
 from tests.models import (
     FAMILIES,
     IDS,
@@ -115,10 +117,12 @@ def gemma4_shared():
         global_head_dim=16))  # fmt: skip
 
 
+# DeepSeek V4's first layers choose experts by a table of integers; nemotron_h is quick: its routers have buffers
+V4 = [deepseek_v4] * hasattr(transformers, "DeepseekV4Config")
+
+
 @pytest.mark.slow_after(2)
-@pytest.mark.parametrize(
-    "family", [gemma4_shared, glm_moe_dsa, *FAMILIES[::-1]]
-)  # nemotron_h is quick: its routers have buffers
+@pytest.mark.parametrize("family", [gemma4_shared, glm_moe_dsa, *V4, *FAMILIES[::-1]])
 def test_layer_by_layer_from_files_is_the_whole_model(family, tmp_path):
     """Layers compute the same, bit for bit. No two layers or experts are mixed up, and files that are no part of the
     checkpoint are ignored."""

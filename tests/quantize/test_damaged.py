@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moe_nvfp4 import cli
-from moe_nvfp4.quantize.files import INDEX, ShardWriter, expert_counts, open_checkpoint, read_header
+from moe_nvfp4.quantize.files import INDEX, ShardWriter, expert_counts, open_checkpoint, read_header, read_tensors
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import converted, experts, folder, same_files
 from tests.models import make, qwen3_moe, tensors
@@ -156,8 +156,11 @@ DTYPES = (
 def test_every_dtype_is_read_and_written(tmp_path):
     """safetensors writes and reads the same; each tensor begins at a multiple of its element size."""
     files = {f"{i}.{name}": torch.ones(3, 5).to(getattr(torch, name)) for i, name in enumerate(DTYPES)}
-    save_file(files, tmp_path / "a")
-    header, _ = read_header(tmp_path / "a")
+    save_file(files, tmp_path / "a.safetensors")
+    for name, stored in read_tensors([tmp_path / "a.safetensors"]).items():
+        found = stored.tensor()
+        assert found.dtype == files[name].dtype and torch.equal(found.view(torch.uint8), files[name].view(torch.uint8))
+    header, _ = read_header(tmp_path / "a.safetensors")
     writer = ShardWriter(tmp_path / "b", {n: (info["dtype"], tuple(info["shape"])) for n, info in header.items()})
     for name, tensor in files.items():
         writer.write(name, tensor)
