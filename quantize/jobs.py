@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_nvfp4.format import dequantize, pad_k
 from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.exact import cast_exactly
 from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice
 from moe_nvfp4.quantize.layouts import CastSums, ErrorSums, Matrix
 from moe_nvfp4.quantize.layouts.base import cast_finite, parts_of_expert
@@ -166,19 +167,15 @@ class _Batch:
             scale = None if given is None else given[at]
             importance = None if self.importance is None else self.importance[at]
             for a in range(0, N, self.step):
-                w = read(lot, a)
-                try:
-                    codes, sf, global_scale = quantize_matrix(w, self.options.recipe, scale, importance)
-                except ValueError as error:
-                    raise ValueError(f"{self.stems[lot.start]}: {error}") from None
-                if exact and (changed := self.changed(dequantize(codes, sf, global_scale[:, None]), w.float())):
-                    lost |= {lot[i] for i in changed}
-                    warnings.warn(
-                        f"{self.stems[lot.start]}: its MXFP4 scales, with those of the projection that shares its "
-                        "global scale, span more powers of two than an e4m3 scale holds: the smallest values are "
-                        "rounded",
-                        stacklevel=2,
-                    )
+                made = self.by_table(lot, a, scale) if exact and scale is not None else None
+                if made is None:
+                    w = read(lot, a)
+                    try:
+                        made = quantize_matrix(w, self.options.recipe, scale, importance)
+                    except ValueError as error:
+                        raise ValueError(f"{self.stems[lot.start]}: {error}") from None
+                    lost |= self.lost(lot, made, w) if exact else set()
+                codes, sf, global_scale = made
                 codes, sf = codes.cpu().view(len(lot), -1), sf.cpu().view(len(lot), -1)
                 for i, of_weight, of_sf in zip(lot, codes, sf, strict=True):
                     write(self.names[i][0], of_weight, a * K // 2)
@@ -190,12 +187,28 @@ class _Batch:
         if exact:
             self.cast.count(len(self.stems), len(lost))
 
-    def changed(self, values: Tensor, w: Tensor) -> list[int]:
-        """Which of n matrices are not what they were; `cast` gets their errors."""
+    def by_table(self, lot: range, a: int, scale: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Codes and block scales of rows of MXFP4 without a search, if that is known to find the same."""
+        packed = self.matrices[lot.start].packed
+        if packed is None or len(lot) > 1 or self.cuda or self.importance is not None or self.options.dtype == "F16":
+            return None
+        found = cast_exactly(*packed(a, min(a + self.step, self.shape[0])), scale[0], self.options.recipe)
+        return None if found is None else (found[0][None], found[1][None], scale)
+
+    def lost(self, lot: range, made: tuple[Tensor, Tensor, Tensor], w: Tensor) -> set[int]:
+        """Which of the matrices `lot`, w, are not what they were, with a warning; `cast` gets their errors."""
+        codes, sf, global_scale = made
+        values, w = dequantize(codes, sf, global_scale[:, None]), w.float()
         found = [i for i in range(len(w)) if not torch.equal(values[i], w[i])]
         for i in found:
             self.cast.add(values[i], w[i])
-        return found
+        if found:
+            warnings.warn(
+                f"{self.stems[lot.start]}: its MXFP4 scales, with those of the projection that shares its global "
+                "scale, span more powers of two than an e4m3 scale holds: the smallest values are rounded",
+                stacklevel=2,
+            )
+        return {lot[i] for i in found}
 
     def global_scales(self, read: _Reader) -> tuple[Tensor | None, bool]:
         """(Global scales, fp32 [matrices], or None where the recipe finds each from its matrix; whether the values must

@@ -41,6 +41,7 @@ class Matrix:
     shard         the name of the file that it lies in
     global_scale  fp32 0-d: that of an NVFP4 matrix, for MXFP4 a better one than the recipe's, or 0 if all
                   elements are 0; None: dense or FP8
+    packed(a, b)  of MXFP4: codes uint8 [b - a, columns/2] and e8m0 scales uint8 [b - a, columns/32] of these rows
     """
 
     rows: int
@@ -50,6 +51,7 @@ class Matrix:
     open: Callable[[], Callable[[int, int], Tensor]]
     held: int = 0
     global_scale: Callable[[], Tensor] | None = None
+    packed: Callable[[int, int], tuple[Tensor, Tensor]] | None = None
 
     def known_scale(self) -> Tensor:
         """The `global_scale` of a matrix that has one, fp32 0-d."""

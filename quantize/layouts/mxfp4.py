@@ -85,8 +85,8 @@ def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, s
 
     Its global scale is a power of two, so that a searching recipe reproduces every value exactly: MXFP4's scales
     are powers of two, and e4m3 holds 18 consecutive ones. Gate and up share the larger of their global scales; that of
-    a matrix of zeros is 0. Where the scales in use span more than 18 powers of two, small values are rounded, with a
-    warning.
+    a matrix of zeros is 0. Where the scales in use span more than 18 powers of two (15 where blocks at the lower end
+    have small codes only), small values are rounded, with a warning.
     """
     _, N, groups, _ = blocks.shape
 
@@ -98,12 +98,17 @@ def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, s
         width = groups * 16
         return blocks.read((e * N + a * step) * width, (b - a) * step * width).view(-1, groups, 16)[first::step]
 
-    def rows(a: int, b: int) -> Tensor:
-        codes, exponents = code_bytes(a, b), scale_bytes(a, b)
+    def packed(a: int, b: int) -> tuple[Tensor, Tensor]:
+        exponents = scale_bytes(a, b)
         if (exponents == 255).any():
             where = f"{name}, expert {e}" if blocks.shape[0] > 1 else name
             raise ValueError(f"{where}: an MXFP4 scale is NaN: download the checkpoint again")
-        return torch.ldexp(decode(codes), exponents[..., None].to(torch.int32) - 127).flatten(1)
+        return code_bytes(a, b).flatten(1), exponents
+
+    def rows(a: int, b: int) -> Tensor:
+        codes, exponents = packed(a, b)
+        values = decode(codes.view(*exponents.shape, 16))
+        return torch.ldexp(values, exponents[..., None].to(torch.int32) - 127).flatten(1)
 
     def power_of_two() -> Tensor:
         used = (code_bytes(0, N // step) & 0x77 != 0).any(dim=2)  # blocks of zeros may have any scale
@@ -114,7 +119,7 @@ def mxfp4_matrix(blocks: TensorSlice, scales: TensorSlice, e: int, first: int, s
         return torch.ldexp(one, largest.clamp(min=-126))  # a normal number, as is its reciprocal
 
     size = (blocks.size + scales.size) // blocks.shape[0] // step
-    return Matrix(N // step, groups * 32, size, blocks.file.name, lambda: rows, global_scale=power_of_two)
+    return Matrix(N // step, groups * 32, size, blocks.file.name, lambda: rows, 0, power_of_two, packed)
 
 
 def recognise(source: Checkpoint, left: Mapping[str, TensorSlice]) -> Iterator[Experts]:
