@@ -164,9 +164,11 @@ class Talk:
 
 
 def _holds_tokens_only(cache: Any) -> bool:
-    """Whether a cache is keys and values of tokens. A state (linear attention, convolutions) goes on with one token; of
-    several at once, the next message, models of transformers lose it (Jamba, MiniMax)."""
+    """Whether a cache is keys and values of tokens. With a state (linear attention, convolutions) or an index (sparse
+    attention), models of transformers go on with one token; of several at once, the next message, some compute
+    something else (Jamba, MiniMax, GLM-5)."""
+    from transformers import cache_utils as known
+
+    plain = known.DynamicLayer, known.DynamicSlidingWindowLayer, known.StaticLayer, known.StaticSlidingWindowLayer
     layers = [] if cache is None else cache.layers
-    return bool(layers) and all(
-        getattr(layer, "keys", None) is not None and not hasattr(layer, "conv_states") for layer in layers
-    )
+    return bool(layers) and all(type(layer) in plain and layer.keys is not None for layer in layers)

@@ -15,6 +15,7 @@ from moe_nvfp4.integrations.huggingface.graphs import CACHE
 from tests.cli.commands import run
 from tests.common import ROOT, made_demo
 from tests.integrations.test_graphs import recorded  # noqa: F401
+from tests.integrations.test_importance import glm_moe_dsa
 from tests.models import SMALL, make, qwen3_moe
 
 
@@ -285,9 +286,10 @@ def _minimax():
 
 
 @pytest.mark.slow_after(2)
-@pytest.mark.parametrize("family", [_jamba, _minimax])
-def test_chat_with_a_model_that_keeps_a_state(family, talkative):
-    """transformers' models of these families forget it when several tokens come at once, as the next message does."""
+@pytest.mark.parametrize("family", [_jamba, _minimax, glm_moe_dsa])
+def test_chat_with_a_model_that_keeps_more_than_keys_and_values(family, talkative):
+    """transformers' models of these families compute something else when several tokens come at once, as the next
+    message does."""
     from transformers import AutoTokenizer
 
     from moe_nvfp4.cli.chat import Talk
@@ -299,7 +301,7 @@ def test_chat_with_a_model_that_keeps_a_state(family, talkative):
     talk, text = Talk(model, tokenizer, None, 0.0, 6), ""
     for asked in ("Hi there", "more", "and more"):
         inputs = tokenizer(f"{text}u:{asked};a:", return_tensors="pt")
-        new = model.generate(**inputs, do_sample=False, max_new_tokens=6, use_cache=False)
+        new = model.generate(**inputs, do_sample=False, max_new_tokens=6)
         want = tokenizer.decode(new[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert talk.ask(asked) == want
         text += f"u:{asked};a:{want};"
