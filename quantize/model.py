@@ -53,6 +53,7 @@ class ModelTensors:
     """
 
     def __init__(self, model: nn.Module, conversions: list | None = None, as_saved: bool = False):
+        import torch
         from torch import nn
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, build_glob_alternation
@@ -73,7 +74,8 @@ class ModelTensors:
         self._optional = _expressions(model, "_keys_to_ignore_on_load_missing")
         self._surplus = _expressions(model, "_keys_to_ignore_on_load_unexpected")
         self._linears = {n for n, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
-        wide = list(whole._get_dtype_plan(whole.dtype))  # what transformers keeps in float32
+        # What transformers keeps in float32 in half-precision models. Files in float32 may be loaded as such
+        wide = list(whole._get_dtype_plan(torch.bfloat16 if whole.dtype == torch.float32 else whole.dtype))
         self._wide: re.Pattern | None = build_glob_alternation(wide)[0] if wide else None
         heads = set() if as_saved else self._heads(whole)
         self._resized, self._new = heads, set() if self.name in (whole.config.architectures or [self.name]) else heads
@@ -142,7 +144,8 @@ class ModelTensors:
             return f"it is no part of {self.name}"
         if module not in self._linears:
             return f"{self.name} has no nn.Linear there, but a module that may do more than one product"
-        if pattern is not None or any(f".{weight}".endswith(f".{target}") for target in self._rearranged()):
+        ends = f".{weight}", f".{module}"  # converters name the weight, or all tensors of the module
+        if pattern is not None or any(end.endswith(f".{target}") for target in self._rearranged() for end in ends):
             return f"{self.name} rearranges it while it loads, which is not known here"
         if not self.renames_module(stem):
             return f"{self.name} renames its weight alone, and would not find the scales beside it"

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 
@@ -26,6 +27,7 @@ from tests.checkpoints import folder as by_hand
 from tests.common import THRESHOLDS, relative_error
 from tests.folders import qwen2_moe, value, write
 from tests.models import (
+    SMALL,
     aria,
     as_bytes,
     dbrx,
@@ -132,6 +134,15 @@ def test_fp8_linears_are_quantized_from_their_values(tmp_path):
 
 
 # ---------------------------------------------------------------- which
+def sarvam():
+    """q, k and v are one tensor in its files, which loading splits."""
+    from transformers import AutoModelForCausalLM, SarvamMoEConfig
+
+    config = SarvamMoEConfig(**SMALL, intermediate_size=48, moe_intermediate_size=48, num_experts=4,
+                             num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1)  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
 ATTENTION = {f"self_attn.{part}_proj" for part in "qkvo"}
 MLA = {f"self_attn.{part}" for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 SHARED = lambda where: {f"{where}.{part}_proj" for part in ("gate", "up", "down")}
@@ -155,7 +166,11 @@ MEANT = {
     hy_v4: {"attention": {*MLA, "self_attn.linear_gate"},
             "shared": {f"mlp.shared_experts.{part}" for part in ("linear_gate", "up_proj", "down_proj")},
             "mlp": {f"mlp.{part}" for part in ("linear_gate", "up_proj", "down_proj")}},
+    sarvam: {"attention": {"attention.dense"}, "shared": SHARED("mlp.shared_experts"), "mlp": SHARED("mlp"),
+             "lm_head": {"lm_head"}},
 }  # fmt: skip
+if not hasattr(transformers, "SarvamMoEConfig"):
+    del MEANT[sarvam]  # this transformers does not have it
 
 
 def in_layer(stem):
@@ -182,6 +197,15 @@ def test_groups_of_families(family, tmp_path):
         for group, meant in list(MEANT[family].items())[: 1 if family is not deepseek else 4]:
             one = made(converted(source, tmp_path / group, linears=group))
             assert {in_layer(stem) for stem in one} == meant and one <= found
+
+
+def test_what_transformers_keeps_in_fp32(tmp_path):
+    """In files of fp32, too: hy_v4 casts to its head's dtype."""
+    source = folder(tmp_path, hy_v4, dtype=torch.float32)
+    for ask in (lambda: converted(source, tmp_path / "b", linears="lm_head"),
+                lambda: swap_experts(load(source, torch.float32), linears="lm_head", progress=False)):  # fmt: skip
+        with pytest.raises(ValueError, match="lm_head stays dense: transformers keeps it in float32"):
+            ask()
 
 
 def test_groups_by_name():
