@@ -10,13 +10,16 @@ from safetensors.torch import save_file
 from moe_nvfp4 import Gate, NVFP4Experts
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.vllm.loading import ExpertLoader, check_files, dense_names, refresh
+from moe_nvfp4.integrations.vllm.unwritten import Converted
+from moe_nvfp4.integrations.vllm.unwritten import tensors as all_tensors
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS, read_config
 from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix
 from tests.folders import stored
-from tests.models import folder, gpt_oss, qwen3_moe, tensors
+from tests.integrations.test_quantized_sources import mxfp4_folder
+from tests.models import as_bytes, folder, gpt_oss, qwen3_moe, tensors
 
 E, H, I = 3, 64, 96
 PARTS = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
@@ -173,6 +176,27 @@ def test_a_layer_is_read_from_its_folder(tmp_path, dialect):
             scale = getattr(experts, f"{part}_global_scale")[e - 2]
             stored = files[f"{stem}.{names.global_scale}"].reshape(())
             assert torch.equal(scale, 1 / stored if names.reciprocal else stored), stem
+
+
+def test_a_layer_of_files_that_are_converted(tmp_path):
+    """gpt-oss in MXFP4: the part of the second of two ranks is that of the folder that quantize writes; and all tensors
+    come in the order of its names, or all but the experts'."""
+    source, _ = mxfp4_folder(tmp_path)
+    convert_checkpoint(source, tmp_path / "nvfp4", Options(device="cpu"))
+    coming, wanted = Converted(str(source), Options(device="cpu")).open(), tensors(tmp_path / "nvfp4")
+    layers = []
+    for read in (None, coming):
+        experts = NVFP4Experts(2, 64, 64, Gate(), bias=torch.float32)
+        loader = ExpertLoader(experts, "language_model.model.layers.1.mlp.experts", DIALECTS["modelopt"])
+        loader.read(tmp_path / "nvfp4", lambda e: e - 2, read)
+        loader.finish()
+        layers.append(experts.state_dict())
+    assert all(torch.equal(tensor, layers[0][name]) for name, tensor in layers[1].items())
+    passed = list(all_tensors(coming))
+    assert len(passed) == len(wanted) and all(as_bytes(t) == as_bytes(wanted[name]) for name, t in passed)
+    modules = [name.split(".")[:3] for name, _ in passed]
+    assert [key for key, _ in itertools.groupby(modules)] == [list(key) for key in dict.fromkeys(map(tuple, modules))]
+    assert [name for name, _ in all_tensors(coming, experts=False)] == [n for n, _ in passed if ".experts." not in n]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
