@@ -17,26 +17,29 @@ def window(w: Matrices, columns: slice, dtype: torch.dtype) -> Tensor:
     units = w.codes.view(torch.int32)
     E, M64, K64, _ = units.shape
     count = min(columns.stop, w.K) - columns.start
+    group = 1 if count % 16 else 16
     out = units.new_empty(E, w.N, count, dtype=dtype)
     with torch.cuda.device(units.device) if units.is_cuda else nullcontext():
         launch(
             window_kernel, (-(-count // UNIT), M64, E), units, w.gate_scale if w.gated else w.global_scale,
-            w.global_scale, out, columns.start // UNIT, w.N, M64, K64, count, w.gated, UNIT_WORDS, num_warps=4,
+            w.global_scale, out, columns.start // UNIT, w.N, M64, K64, count // group, group, w.gated, UNIT_WORDS,
+            num_warps=4,
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["begin"])
+@triton.jit(do_not_specialize=["begin", "N", "M64", "K64", "groups"])
 def window_kernel(
-    units, first_scale, scale, out, begin,
-    N: tl.constexpr, M64: tl.constexpr, K64: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    WORDS: tl.constexpr,
+    units, first_scale, scale, out, begin, N, M64, K64, groups,
+    GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """A program dequantizes one unit: the 32 first rows of its pairs, then the 32 second rows.
 
-    out [E, N, COLUMNS] = the values from column 64 * begin on. Every thread loads the word of its element. Up to 8
-    elements share a word, which then comes from the cache.
+    out [E, N, columns] = the values from column 64 * begin on. Every thread loads the word of its element. Up to 8
+    elements share a word, which then comes from the cache. `columns` are groups of GROUP: with 16, the compiler knows
+    that a thread can store several elements at once. One kernel is for all sizes, or each would be compiled.
     """
+    columns = groups * GROUP
     e = tl.program_id(2).to(tl.int64)
     unit = units + ((e * M64 + tl.program_id(1)) * K64 + begin + tl.program_id(0)) * WORDS
     pair = tl.arange(0, 32)[:, None]  # 8 * warp + g
@@ -62,4 +65,4 @@ def window_kernel(
             there = row < N
         value *= tl.load((first_scale if INTERLEAVED and second == 0 else scale) + e)
         at = tl.program_id(0) * 64 + column
-        tl.store(out + (e * N + row) * COLUMNS + at, value.to(out.dtype.element_ty), mask=there & (at < COLUMNS))
+        tl.store(out + (e * N + row) * columns + at, value.to(out.dtype.element_ty), mask=there & (at < columns))
