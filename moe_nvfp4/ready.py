@@ -51,8 +51,6 @@ def prepare(
     how = os.environ.get("MOE_NVFP4_COMPILE") or "ahead"
     if how not in ("ahead", "lazy"):
         raise ValueError(f"MOE_NVFP4_COMPILE={how} is unknown: ahead or lazy")
-    if any(device.type == "cuda" for device in calls):
-        import torch._dynamo  # noqa: F401  # else the first call of a custom op would import it, for seconds
     gpus = {device: these for device, these in calls.items() if device.type == "cuda" and how == "ahead"}
     return sum(compile_ahead(these, Gpu.of(device)) for device, these in gpus.items())
 
