@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+CHECKSUM = 32  # bytes
+
 
 def cache_folder() -> Path:
     """``$MOE_NVFP4_CACHE``, else ``$XDG_CACHE_HOME/moe_nvfp4``, else ``~/.cache/moe_nvfp4``. It need not exist."""
@@ -37,7 +39,7 @@ def is_whole(file: Path) -> bool:
         data = file.read_bytes()
     except FileNotFoundError:
         return False
-    return hashlib.sha256(data[:-32]).digest() == data[-32:]
+    return hashlib.sha256(data[:-CHECKSUM]).digest() == data[-CHECKSUM:]
 
 
 def keep(target: Path, make: Callable[[str], object]) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+from itertools import product
 from typing import Any
 
 from moe_nvfp4.cli.known import ARCHS, KNOWN, Sizes
 from moe_nvfp4.cli.models import empty_model, model_config, resolve
 from moe_nvfp4.cli.options import ACTIVATIONS, ACTIVATIONS_HELP, MODEL_HELP, Commands, command, path, whole
 from moe_nvfp4.cli.output import note
+
+ALL = "known"
+# In and out features of linears that need, one by one and in pairs, every kernel that an H200's plans have
+IN, OUT = (512, 1536, 4096, 16384), (128, 256, 512, 1024, 2048, 4096, 8192, 24576, 151936)
 
 
 def add(commands: Commands) -> None:
@@ -18,7 +23,7 @@ def add(commands: Commands) -> None:
         "Compile every kernel that the experts of MODEL can need on a GPU of architecture ARCH, for any number of "
         "tokens. DIR is a cache folder for machines without a compiler: copy it there and name it in MOE_NVFP4_CACHE. "
         "They need the same versions of moe-nvfp4, Triton and CuTe DSL. Sizes of 20 well-known models are built in: "
-        + ", ".join(KNOWN) + ".",
+        + ", ".join(KNOWN) + f". As MODEL, {ALL} stands for them all.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("--arch", choices=ARCHS, required=True, metavar="ARCH", help=", ".join(ARCHS))
@@ -27,7 +32,11 @@ def add(commands: Commands) -> None:
         "--multiprocessors", type=whole(1), metavar="N", help="the GPU's (default: the usual numbers for ARCH)"
     )
     sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help=ACTIVATIONS_HELP)
-    sub.add_argument("--linears", action="store_true", help="also the kernels of MODEL's linears, as 4-bit ones")
+    sub.add_argument(
+        "--linears",
+        action="store_true",
+        help=f"also the kernels of MODEL's linears, as 4-bit ones ({ALL}: of usual sizes)",
+    )
     for name, what in (("tensor", "of each expert's channels"), ("expert", "of the experts")):
         sub.add_argument(f"--{name}-parallel", type=whole(1), default=1, metavar="N", help=f"1/N {what} on each GPU")
 
@@ -39,7 +48,10 @@ def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.cache import cache_folder, own_folder
     from moe_nvfp4.ready import compile_for
 
-    if args.model in KNOWN and not args.linears:
+    if args.model == ALL:
+        layers = [layer for sizes in KNOWN.values() for layer in _known(sizes, args)]
+        linears = _usual_linears(args) if args.linears else nn.ModuleList()
+    elif args.model in KNOWN and not args.linears:
         layers, linears = _known(KNOWN[args.model], args), nn.ModuleList()
     else:
         layers, linears = _described(args)
@@ -71,6 +83,21 @@ def _known(sizes: Sizes, args: argparse.Namespace) -> list[tuple[Any, int]]:
     return [
         (NVFP4Experts(E, H, I, gates[gate], args.activations, bias, static, "meta"), top_k) for static in _static(args)
     ]
+
+
+def _usual_linears(args: argparse.Namespace) -> Any:
+    """Pairs of linears that read the same rows, of all usual sizes, on meta."""
+    import torch
+    from torch import nn
+
+    from moe_nvfp4.linear import NVFP4Linear
+
+    pairs = nn.ModuleList()
+    for K, N, bias in product(IN, OUT, (None, torch.bfloat16)):
+        pairs.append(pair := nn.Module())
+        for name in ("gate_proj", "up_proj"):
+            pair.add_module(name, NVFP4Linear(K, N, bias, args.activations, device="meta"))
+    return pairs
 
 
 def _described(args: argparse.Namespace) -> tuple[list[tuple[Any, int]], Any]:

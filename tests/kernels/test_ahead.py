@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -180,12 +181,25 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_kernels_are_built_once(own_cache):
+def test_kernels_are_built_once(own_cache, tmp_path, monkeypatch):
     pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
     assert ahead.build(JOBS, GPUS["sm90"], progress=False) == 2
     assert len(list(own_cache.glob("*.o"))) == 2
     before = ahead.compilations
     assert ahead.build(JOBS, GPUS["sm90"], progress=False) == 0 and ahead.compilations == before
+    # and not at all where a wheel brought them
+    built = {file.name: file.read_bytes() for file in own_cache.glob("*.o")}
+    with zipfile.ZipFile(tmp_path / "compiled.zip", "w") as archive:
+        for name in built:
+            archive.writestr(name, built[name])
+            (own_cache / name).unlink()
+    monkeypatch.setattr(ahead, "BROUGHT", tmp_path / "compiled.zip")
+    ahead._brought.cache_clear()
+    try:
+        assert ahead.build(JOBS, GPUS["sm90"], progress=False) == 0
+    finally:
+        ahead._brought.cache_clear()
+    assert {file.name: file.read_bytes() for file in own_cache.glob("*.o")} == built
 
 
 @pytest.mark.slow

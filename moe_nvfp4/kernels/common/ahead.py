@@ -5,7 +5,8 @@ So a backend's own code is run once for each of them, on meta tensors, and its l
 gives every kernel that any number of tokens can need. No separate list exists that could disagree with the code.
 
 A built kernel is a file in the cache folder, named by a hash of this package's kernel sources and of what it was
-compiled for. Where it cannot be kept, the next process builds it again.
+compiled for. Where it cannot be kept, the next process builds it again. Wheels bring files of some kernels
+(`.ci/kernels`), which are copied to the cache folder when they are needed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from moe_nvfp4.cache import own_folder
+from moe_nvfp4.cache import CHECKSUM, keep, own_folder
 from moe_nvfp4.child import interpreter
 from moe_nvfp4.devices import cores
 from moe_nvfp4.kernels.backend import Gpu
@@ -121,6 +123,8 @@ def note(module: str, name: str, *arguments: Any) -> None:
 
 # ---- files ---------------------------------------------------------------------------------------
 
+BROUGHT = Path(__file__).parents[1] / "compiled.zip"
+
 
 @cache
 def kernel_folder() -> Path | None:
@@ -132,13 +136,24 @@ def kernel_folder() -> Path | None:
 
 
 def kernel_file(suffix: str, *parts: object) -> Path | None:
-    """The file of a kernel that is compiled from this package's sources for `parts`; None if none can be kept."""
+    """The file of a kernel that is compiled from this package's sources for `parts`; None if none can be kept. If the
+    package brought it, it is there."""
     if (folder := kernel_folder()) is None:
         return None
     key = hashlib.sha256(_sources())
     for part in parts:
         key.update(b"\0" + str(part).encode())
-    return folder / f"{key.hexdigest()[:32]}{suffix}"
+    file = folder / f"{key.hexdigest()[:32]}{suffix}"
+    if (archive := _brought()) and file.name in archive.NameToInfo and not file.exists():
+        data = archive.read(file.name)
+        keep(file, lambda name: Path(name).write_bytes(data[:-CHECKSUM]))
+    return file
+
+
+@cache
+def _brought() -> zipfile.ZipFile | None:
+    """The kernels that came with this package."""
+    return zipfile.ZipFile(BROUGHT) if BROUGHT.exists() else None
 
 
 @cache

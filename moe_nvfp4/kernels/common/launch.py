@@ -1,11 +1,13 @@
 """Compile a CuTe DSL kernel once, and keep it in memory and, for the next process, on disk (see `ahead`).
 
-A file's name depends on the DSL's version, the GPU architecture and the kernel's configuration.
+A file's name depends on the DSL's version, the GPU architecture, that of the host, whose code it has too, and the
+kernel's configuration.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +53,7 @@ def compiled(kernel: object, arguments: tuple, architecture: str) -> Callable:
 
 def file(kernel: object, arguments: tuple, architecture: str) -> Path | None:
     """The file where the compiled kernel is kept."""
-    parts = cutlass.__version__, architecture, repr(kernel), repr([str(a) for a in arguments])
+    parts = cutlass.__version__, architecture, platform.machine(), repr(kernel), repr([str(a) for a in arguments])
     return ahead.kernel_file(".o", *parts)
 
 
