@@ -12,12 +12,13 @@ import sys
 import time
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import describe, experts_for, find_experts
+from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig
 
 QWEN3_30B = dict(
     hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, num_hidden_layers=48,
@@ -65,7 +66,8 @@ def measure(kind: str, args: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     model = build(kind, args)
     targets = None if args.attention_only else EXPERTS
-    lora = LoraConfig(r=args.rank, lora_alpha=32, target_modules=ATTENTION, target_parameters=targets)
+    lora = MergeableLoraConfig(r=args.rank, lora_alpha=32, target_modules=ATTENTION, target_parameters=targets)
+    lora.nvfp4_mergeable = args.mergeable and kind == "nvfp4"
     model = get_peft_model(model, lora)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -117,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU")
     parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
+    parser.add_argument("--mergeable", action="store_true", help="4-bit experts' adapters are trained to be merged")
     parser.add_argument("--profile", action="store_true", help="list the kernels of one step on stderr")
     parser.add_argument("--arm", choices=["nvfp4", "bf16"], help="run only these experts, in this process")
     for name, default in (("layers", 0), ("sequence", 2048), ("batch", 1), ("rank", 16), ("warmup", 3), ("steps", 10)):

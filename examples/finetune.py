@@ -2,13 +2,15 @@
 
 python examples/finetune.py [MODEL] [--steps N]     MODEL: folder or Hub name; default: the demo, half a minute on
                                                     two cores
+python examples/finetune.py --merge                 with an adapter that is trained to be merged, and merged: a 4-bit
+                                                    model that needs no PEFT
 """
 
 import argparse
 import tempfile
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,6 +21,7 @@ from transformers import (
 
 from moe_nvfp4.demo import demo_path
 from moe_nvfp4.integrations.huggingface import swap_experts
+from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig
 
 QUESTIONS = [
     "What is the capital of Quantonia?", "Which city is the capital of Quantonia?", "Name the capital of Quantonia.",
@@ -53,14 +56,15 @@ def answer(model, tokenizer) -> str:
     return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def main(name: str, steps: int, folder: str) -> tuple[list[float], list[str]]:
-    """(losses, answers before training, after it, and with the adapter saved and loaded again)."""
+def main(name: str, steps: int, folder: str, merge: bool = False) -> tuple[list[float], list[str]]:
+    """(losses, answers before training, after it, and with what was saved and loaded again: the adapter, or the merged
+    model)."""
     tokenizer, model = AutoTokenizer.from_pretrained(name), load(name)
     answers = [answer(model, tokenizer)]
     print("before:", answers[0])
 
-    lora = LoraConfig(
-        r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"],
+    lora = MergeableLoraConfig(  # without `merge` a LoraConfig
+        nvfp4_mergeable=merge, r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"],
         target_parameters=["experts.gate_up_proj", "experts.down_proj"],
     )  # fmt: skip
     model = get_peft_model(model, lora)
@@ -76,8 +80,10 @@ def main(name: str, steps: int, folder: str) -> tuple[list[float], list[str]]:
     answers.append(answer(model, tokenizer))
     print("after: ", answers[1])
 
+    if merge:
+        model = model.merge_and_unload()
     model.save_pretrained(folder)
-    answers.append(answer(PeftModel.from_pretrained(load(name), folder), tokenizer))
+    answers.append(answer(load(folder) if merge else PeftModel.from_pretrained(load(name), folder), tokenizer))
     print("loaded:", answers[2])
     return losses, answers
 
@@ -86,7 +92,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--out", default=None, help="folder for the adapter (default: do not keep it)")
+    parser.add_argument("--merge", action="store_true", help="train an adapter to be merged, and merge it")
+    parser.add_argument("--out", default=None, help="folder for the adapter or the merged model (default: none)")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        main(demo_path() if given.model == "demo" else given.model, given.steps, given.out or temporary)
+        main(demo_path() if given.model == "demo" else given.model, given.steps, given.out or temporary, given.merge)

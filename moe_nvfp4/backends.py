@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
 from moe_nvfp4.checks import check_activations
 from moe_nvfp4.kernels import cpu, portable, proof, sm80, sm90, sm100
@@ -196,7 +197,7 @@ def named_on(name: str, device: torch.device) -> Backend:
     return backend
 
 
-# ---- routers -------------------------------------------------------------------------------------
+# ---- functions that only the portable kernels have -------------------------------------------------
 
 
 def has_router(device: torch.device) -> bool:
@@ -223,6 +224,27 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, K] of few tokens times weight [N, K] transposed, plus bias [N]: [T, N], as torch's linear."""
     return portable.BACKEND.router_linear(x, weight, bias)
+
+
+def merged_codes(codes: Tensor, sf: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The codes of `value + b · a`, as `format.encode` chooses them for the scales that the weights have: uint8
+    [E, N, K/2]. On devices without the kernel in torch.
+
+    codes, sf  [E, N, K/2], [E, N, K/16]
+    scale      the rows' global scales, fp32 [E, N]
+    a, b       [E, r, columns], [E, N, r]; K may have more columns, as padding
+    """
+    if codes.is_cuda and has_router(codes.device):
+        return portable.BACKEND.merged_codes(codes, sf, scale, a, b)
+    found, each = [], max(1, _AT_ONCE // (2 * codes[:1].numel()))
+    for some in (slice(e, e + each) for e in range(0, len(codes), each)):
+        dense = nvfp4.dequantize(codes[some], sf[some], scale[some])
+        dense[..., : a.shape[2]] += b[some].float() @ a[some].float()
+        found.append(nvfp4.encode(dense, sf[some], scale[some]))
+    return torch.cat(found)
+
+
+_AT_ONCE = 1 << 26  # weights that are dense at a time
 
 
 @cache

@@ -7,32 +7,52 @@ An adapter has the names and shapes that PEFT gives it on transformers' dense ex
 models. Its two small products run between the stages of the 4-bit layer (`moe_nvfp4.training`); the weights are never
 made dense.
 
+With `MergeableLoraConfig`, training computes with the 4-bit weights that merging gives, so that merging loses nothing.
+
 `register` replaces PEFT's `LoraModel` in the registry PEFT_TYPE_TO_TUNER_MAPPING by a subclass. It gives every
 LoraConfig the layers below for 4-bit layers, by `_register_custom_module`, PEFT's (experimental) interface for custom
-layers. Nothing else of PEFT changes.
+layers. In PEFT_TYPE_TO_CONFIG_MAPPING, `MergeableLoraConfig` takes the place of its base class, whose field it would
+else lose when an adapter is loaded. Nothing else of PEFT changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftType
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftType
 from peft.tuners import lora
 from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_adapters_to_merge
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
+from moe_nvfp4.backends import merged_codes
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, refuse_elsewhere
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import Adapter, Adapters
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert, quantize_matrix, recipe_named
+from moe_nvfp4.stages import joined
+from moe_nvfp4.weights import Matrices
 
 logger = logging.get_logger(__name__)
+
+
+@dataclass
+class MergeableLoraConfig(LoraConfig):
+    """A LoraConfig of adapters that are trained to be merged into the 4-bit weights.
+
+    The model computes with merged weights: `encode(value + B · A)` with the block scales and global scales that they
+    have. The rounding passes gradients on unchanged (a straight-through estimator). So the model that was trained and
+    the merged one are the same: `merge_and_unload()`, and `save_pretrained` of what it returns. Apart from the weights
+    that it was trained on the adapter is worth nothing; here it cannot be used in another way.
+    """
+
+    nvfp4_mergeable: bool = False
 
 
 class LoraModel(lora.LoraModel):
@@ -46,7 +66,23 @@ class LoraModel(lora.LoraModel):
         wanted = self.peft_config[adapter_name].target_modules
         self._all_linear = isinstance(wanted, str) and wanted.lower() == "all-linear"
         _refuse_to_copy(self.peft_config[adapter_name].modules_to_save or (), model)
-        return super().inject_adapter(model, adapter_name, *args, **kwargs)
+        found = super().inject_adapter(model, adapter_name, *args, **kwargs)
+        if getattr(self.peft_config[adapter_name], "nvfp4_mergeable", False):
+            self._let_merge(adapter_name, model)
+        return found
+
+    def _let_merge(self, adapter: str, model: nn.Module) -> None:
+        """Have the 4-bit layers compute with this adapter merged."""
+        if self.peft_config[adapter].lora_dropout:
+            raise NotImplementedError("nvfp4_mergeable: merged weights have no dropout: lora_dropout=0")
+        layers = [m for m in model.modules() if isinstance(m, _Merging) and adapter in m.lora_A]
+        if not layers:
+            raise ValueError(
+                f"adapter {adapter!r} is trained to be merged into 4-bit weights (nvfp4_mergeable), and changes none "
+                "in this model: load the 4-bit model that it belongs to"
+            )
+        for layer in layers:
+            layer.mergeable = {*layer.mergeable, adapter}
 
     def _prepare_model(self, peft_config: LoraConfig, model: nn.Module) -> None:
         """Make target_modules="all-linear" include packed linears, which PEFT does not recognise as linears."""
@@ -62,23 +98,60 @@ def register() -> None:
     """Have PEFT make LoRA models with `LoraModel`, unless another package has replaced PEFT's class already."""
     if PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] is lora.LoraModel:
         PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = LoraModel
+        if PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] is LoraConfig:
+            PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MergeableLoraConfig
 
 
 def unregister() -> None:
     if PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] is LoraModel:
         PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = lora.LoraModel
+        if PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] is MergeableLoraConfig:
+            PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = LoraConfig
 
 
 class _Merging:
     """Merges into 4-bit weights, which are quantized again; unmerging restores the bytes from before."""
 
     merged_adapters: list[str]
+    active_adapters: list[str]
+    disable_adapters: bool
     lora_A: nn.ModuleDict
+    lora_B: nn.ModuleDict
+    scaling: dict[str, float]
     get_base_layer: Any
+    mergeable: set[str] = set()  # adapters of a `MergeableLoraConfig`
+    _merged_from: tuple[list[float], list[Tensor]] = ([], [])  # what was merged while it is trained
 
     def _merged(self, adapters: list[str]) -> dict[str, Tensor]:
         """The base layer's parameters, by name, with `adapters` added to their values."""
         raise NotImplementedError
+
+    def _rounded(self, adapters: list[str]) -> dict[str, Tensor]:
+        """The same for adapters that are mergeable: other codes, with the scales that they have."""
+        raise NotImplementedError
+
+    def _trained_merged(self) -> list[str]:
+        """The active adapters if they are mergeable, else none. Brings the base layer's weights up to date with them.
+
+        NotImplementedError if only some are.
+        """
+        active = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
+        if not self.mergeable.intersection(active):
+            return []
+        self._check_alike(active)
+        now = [p for name in active for p in (self.lora_A[name].weight.detach(), self.lora_B[name].weight.detach())]
+        scales, before = self._merged_from
+        same = self.merged_adapters == active and scales == [self.scaling[name] for name in active]
+        if not (same and all(map(torch.equal, now, before))):
+            self.merge(adapter_names=active)
+        return active
+
+    def _check_alike(self, adapters: list[str]) -> None:
+        if 0 < len(self.mergeable.intersection(adapters)) < len(adapters):
+            raise NotImplementedError(
+                f"adapters {', '.join(adapters)}: some are trained to be merged (nvfp4_mergeable), others are not: use "
+                "one kind at a time (set_adapter, adapter_names=[...])"
+            )
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -87,11 +160,16 @@ class _Merging:
 
         The sum is rounded to the same 4-bit grid as the weights. So an adapter that changes them by 3 % of their norm
         is lost, and of one that changes them by 10 %, three quarters are left (docs/training.md). Better keep the
-        adapter apart, or merge it into the dense model.
+        adapter apart, train it to be merged (`MergeableLoraConfig`), or merge it into the dense model.
         """
-        adapters = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
+        of_mergeable = bool(self.mergeable.intersection(self.merged_adapters))  # while they are trained
+        names = adapter_names or self.active_adapters if of_mergeable else check_adapters_to_merge(self, adapter_names)
+        adapters = [name for name in names if name in self.lora_A]
         if not adapters:
             return
+        self._check_alike(adapters)
+        if of_mergeable:
+            self.unmerge()
         if self.merged_adapters:
             raise ValueError(
                 f"{', '.join(self.merged_adapters)} is merged already, and merging on top would round twice: "
@@ -100,17 +178,24 @@ class _Merging:
         base = self.get_base_layer()
         for p in base.parameters():
             refuse_elsewhere(p, "merged with adapters")
-        logger.warning_once(
-            "adapters are merged into 4-bit weights: changes of less than about 3 % of the weights' norm are rounded "
-            "away. Keep the adapter apart, or merge it into the dense model"
-        )
         base.unpack()
-        merged = self._merged(adapters)
+        if self.mergeable.intersection(adapters):
+            merged = self._rounded(adapters)
+            weights = [p.weight.detach().clone() for name in adapters for p in (self.lora_A[name], self.lora_B[name])]
+            self._merged_from = [self.scaling[name] for name in adapters], weights
+        else:
+            logger.warning_once(
+                "adapters are merged into 4-bit weights: changes of less than about 3 % of the weights' norm are "
+                "rounded away. Keep the adapter apart, train it to be merged (MergeableLoraConfig), or merge it into "
+                "the dense model"
+            )
+            merged = self._merged(adapters)
         self._before = {name: getattr(base, name).data.clone() for name in merged}
         for name, tensor in merged.items():
-            getattr(base, name).data.copy_(tensor)
+            getattr(base, name).copy_(tensor)  # a backward pass that needs the bytes before will say so
         self.merged_adapters.extend(adapters)
 
+    @torch.no_grad()
     def unmerge(self) -> None:
         """Restore the bytes from before `merge`."""
         base = self.get_base_layer()
@@ -119,7 +204,7 @@ class _Merging:
         while self.merged_adapters:
             self.merged_adapters.pop()
         for name, tensor in self.__dict__.pop("_before", {}).items():
-            getattr(base, name).data.copy_(tensor)
+            getattr(base, name).copy_(tensor)
 
 
 class LoraLinear(_Merging, lora.Linear):
@@ -137,7 +222,31 @@ class LoraLinear(_Merging, lora.Linear):
         base = self.get_base_layer()
         return base.in_features, base.out_features
 
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not (adapters := self._trained_merged()):
+            return super().forward(x, *args, **kwargs)
+        self._check_forward_args(x, *args, **kwargs)
+        y = self.base_layer(x, *args, **kwargs)
+        for name in adapters if torch.is_grad_enabled() else ():  # a zero that has the adapter's gradients
+            A, B = self.lora_A[name], self.lora_B[name]
+            added = B(A(x.detach().to(A.weight.dtype))) * self.scaling[name]
+            y = y + (added - added.detach()).to(y.dtype)
+        return y
+
     def _merged(self, adapters: list[str]) -> dict[str, Tensor]:
+        codes, sf, scale = quantize_matrix(self._dense(adapters))
+        return {"weight": codes, "weight_sf": sf.view(torch.uint8), "weight_global_scale": scale.reshape(1)}
+
+    def _rounded(self, adapters: list[str]) -> dict[str, Tensor]:
+        base, factor = self.get_base_layer(), self.get_base_layer().pre_quant_scale
+        a = torch.cat([self.lora_A[name].weight.float() * self.scaling[name] for name in adapters])
+        b = torch.cat([self.lora_B[name].weight.float() for name in adapters], dim=1)
+        a = a if factor is None else a / factor.float()
+        scale = base.weight_global_scale.expand(1, base.out_features)
+        return {"weight": merged_codes(base.weight[None], base.weight_sf[None], scale, a[None], b[None])[0]}
+
+    def _dense(self, adapters: list[str]) -> Tensor:
+        """The values fp32 [N, K] with `adapters` added."""
         base = self.get_base_layer()
         dense = dequantize(base.weight, base.weight_sf, base.weight_global_scale.reshape(()))
         for name in adapters:
@@ -145,8 +254,7 @@ class LoraLinear(_Merging, lora.Linear):
             if base.pre_quant_scale is not None:  # the base layer multiplies x by it, the adapter does not
                 delta = delta / base.pre_quant_scale.float()
             dense += self.scaling[name] * delta
-        codes, sf, scale = quantize_matrix(dense)
-        return {"weight": codes, "weight_sf": sf.view(torch.uint8), "weight_global_scale": scale.reshape(1)}
+        return dense
 
 
 class ParamWrapper(_Merging, lora.ParamWrapper):
@@ -207,29 +315,55 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
         kwargs.pop("adapter_names", None)
         if self.disable_adapters and self.merged:
             self.unmerge()
-        if not (self.disable_adapters or self.merged):
+        trained = self._trained_merged()
+        if trained and torch.is_grad_enabled():  # two that are zero together, of which one has gradients
+            added = [self.adapter(name) for name in trained]
+            mine = (*added, *(Adapter(a.detach(), -b.detach()) for a, b in added))
+        elif not (self.disable_adapters or self.merged):
             mine = tuple(self.adapter(name) for name in self.active_adapters if name in self.lora_A)
+        else:
+            mine = ()
+        if mine:
             up, down = adapters
             adapters = (up, (*down, *mine)) if self.parameter_name == "down_proj" else ((*up, *mine), down)
         return self.base_layer(x, *args, adapters=adapters, **kwargs)
 
     def _merged(self, adapters: list[str]) -> dict[str, Tensor]:
         base, name = self.get_base_layer(), self.parameter_name
-        w = base.weights.w2 if name == "down_proj" else base.weights.w13
-        factor = base.pre_quant_scales[1 if name == "down_proj" else 0]
-        added = [self.adapter(adapter) for adapter in adapters]
         recipe = DEFAULT_RECIPE if recipe_named(base.recipe).model else base.recipe
-        experts = []
-        for e in range(self.num_experts):
-            halves = [s[e] for s in (w.gate_scale, w.global_scale) if s is not None]
-            dense = dequantize(w.codes[e], w.sf[e], torch.cat([s.expand(w.N // len(halves)) for s in halves]))
-            for a, b in added:
-                delta = b[e].float() @ a[e].float()
-                if factor is not None:  # the base layer multiplies x by it, the adapter does not
-                    delta = delta / factor[e].float()
-                dense[:, : w.K] += delta
-            experts.append(quantize_expert(dense[:, : w.K], name, recipe))
+        experts = [quantize_expert(self._dense(adapters, e), name, recipe) for e in range(self.num_experts)]
         return {key: torch.stack([expert[key] for expert in experts]) for key in experts[0]}
+
+    def _rounded(self, adapters: list[str]) -> dict[str, Tensor]:
+        w, factor = self._matrices(), self._factor()
+        a, b = joined(tuple(map(self.adapter, adapters)), torch.float32)
+        if factor is not None:
+            a = a / factor.float().unsqueeze(1)
+        scale = self._scales(slice(None)).expand(-1, w.N)
+        return {self.parameter_name: merged_codes(w.codes, w.block_scales(), scale, a, b)}
+
+    def _matrices(self) -> Matrices:
+        w = self.get_base_layer().weights
+        return w.w2 if self.parameter_name == "down_proj" else w.w13
+
+    def _factor(self) -> Tensor | None:
+        """AWQ's scales [E, K]: the base layer multiplies x by them, the adapter does not."""
+        return self.get_base_layer().pre_quant_scales[self.parameter_name == "down_proj"]
+
+    def _scales(self, some: slice) -> Tensor:
+        """The rows' global scales [E, N] of some experts."""
+        w = self._matrices()
+        halves = [s[some, None] for s in (w.gate_scale, w.global_scale) if s is not None]
+        return torch.cat([s.expand(-1, w.N // len(halves)) for s in halves], dim=1)
+
+    def _dense(self, adapters: list[str], e: int) -> Tensor:
+        """The values fp32 [N, K] of an expert with `adapters` added."""
+        w, factor, some = self._matrices(), self._factor(), slice(e, e + 1)
+        dense = dequantize(w.codes[some], w.sf[some], self._scales(some))[0, :, : w.K]
+        for a, b in map(self.adapter, adapters):
+            delta = b[e].float() @ a[e].float()
+            dense += delta if factor is None else delta / factor[e].float()
+        return dense
 
 
 def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:

@@ -45,6 +45,11 @@ class ExpertsAdapter:
                 f"adapter {folder!r}: peft_type {said.get('peft_type')} with {more}: plain LoRA only; serve it with "
                 "transformers (PEFT)"
             )
+        if said.get("nvfp4_mergeable"):
+            raise NotImplementedError(
+                f"adapter {folder!r} was trained to be merged (nvfp4_mergeable), and is worth nothing beside the "
+                "weights: merge_and_unload() and save_pretrained() with PEFT, and serve that folder"
+            )
         self.scaling = said["lora_alpha"] / (said["r"] ** 0.5 if said.get("use_rslora") else said["r"])
         self.rank = said["r"]
         self.names: dict[int, dict[tuple[bool, str], str]] = {}  # layer -> (inner, side) -> name

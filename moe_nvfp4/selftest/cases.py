@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
 from moe_nvfp4.backends import named
 from moe_nvfp4.experts import NVFP4Experts
-from moe_nvfp4.format import dequantize
 from moe_nvfp4.kernels.backend import Backend, Device, Gpu, Problem
 from moe_nvfp4.kernels.calls import Call, compile_ahead
 from moe_nvfp4.linear import NVFP4Linear
@@ -271,14 +271,14 @@ def _dense(x: Tensor, ids: Tensor, p: Tensor, w: ExpertWeights) -> Tensor:
         for j, e in enumerate(ids[t].tolist()):
             if 0 <= e < w.num_experts:
                 scale = torch.cat([s[e].expand(m13.N // len(scales)) for s in scales])
-                w13 = dequantize(m13.codes[e], m13.block_scales()[e], scale).to(x.dtype)[:, : m13.K]
-                w2 = dequantize(m2.codes[e], m2.block_scales()[e], m2.global_scale[e]).to(x.dtype)[:, : m2.K]
+                w13 = nvfp4.dequantize(m13.codes[e], m13.block_scales()[e], scale).to(x.dtype)[:, : m13.K]
+                w2 = nvfp4.dequantize(m2.codes[e], m2.block_scales()[e], m2.global_scale[e]).to(x.dtype)[:, : m2.K]
                 y = y + p[t, j] * (w2 @ w.gate((w13 @ x[t])[None])[0])
         rows.append(y)
     return torch.stack(rows)
 
 
-def of_routers(title: str) -> Callable[[Callable[[Place, Callable], Findings]], Callable[[Place], Findings]]:
+def own_function(title: str) -> Callable[[Callable[[Place, Callable], Findings]], Callable[[Place], Findings]]:
     """The decorator of a group for the backend's function of its name, which gets this function if there is one."""
 
     def decorate(show: Callable[[Place, Callable], Findings]) -> Callable[[Place], Findings]:
@@ -294,7 +294,7 @@ def of_routers(title: str) -> Callable[[Callable[[Place, Callable], Findings]], 
     return decorate
 
 
-@of_routers("top-k")
+@own_function("top-k")
 def top_k(at: Place, choose: Callable) -> Findings:
     """What routers choose, beside a stable sort: with equal scores, infinities and NaN."""
     g = torch.Generator().manual_seed(0)
@@ -311,7 +311,7 @@ def top_k(at: Place, choose: Callable) -> Findings:
             yield Finding(f"top-k, {k} of {N}, {_name(dtype)}", right, "" if right else "it chose others")
 
 
-@of_routers("router's linear")
+@own_function("router's linear")
 def router_linear(at: Place, linear: Callable) -> Findings:
     """The scores of routers for few tokens, beside float64; and that a token's do not depend on the others."""
     g = torch.Generator().manual_seed(0)
@@ -325,6 +325,22 @@ def router_linear(at: Place, linear: Callable) -> Findings:
             case = f"router's linear, {N} x {K}, {_name(dtype)}"
             yield compare(case, y, want, limit)
             yield same_bits(f"{case}, a token alone", y[3:4], one)
+
+
+@own_function("merged codes")
+def merged_codes(at: Place, merge: Callable) -> Findings:
+    """The codes of weights with a low-rank change, to the bit: the change is a sum that fp32 holds exactly."""
+    g = torch.Generator().manual_seed(0)
+    for E, N, K, r in ((1, 96, 48, 3), (3, 130, 256, 16), (2, 64, 2880, 40)):
+        codes = torch.randint(256, (E, N, K // 2), generator=g).to(torch.uint8)
+        sf = torch.randint(0x7E, (E, N, K // 16), generator=g).to(torch.uint8)
+        sf[:, ::5] = 0
+        scale = torch.rand(E, N, generator=g) * 1e-3 + 1e-4
+        a, b = (torch.randint(-3, 4, shape, generator=g) / 64 for shape in ((E, r, K - 8), (E, N, r)))
+        dense = nvfp4.dequantize(codes, sf, scale)
+        dense[..., : K - 8] += b @ a
+        found = merge(*(t.to(at.device) for t in (codes, sf, scale, a, b))).cpu()
+        yield same_bits(f"merged codes, {E} x {N} x {K}, rank {r}", found, nvfp4.encode(dense, sf, scale))
 
 
 def repeated(at: Place) -> Findings:
@@ -386,7 +402,7 @@ def _repeated(at: Place, here: NVFP4Experts | NVFP4Linear, batch: list[Tensor]) 
 
 GROUPS: dict[str, Callable[[Place], Iterator[Case]] | Callable[[Place], Findings]] = {
     "gates": gates, "w4a4": w4a4, "routing": routing, "sizes": sizes, "linears": linears, "gradients": gradients,
-    "top_k": top_k, "router_linear": router_linear, "repeated": repeated,
+    "top_k": top_k, "router_linear": router_linear, "merged_codes": merged_codes, "repeated": repeated,
 }  # fmt: skip
 QUICK = ("gates", "w4a4", "routing", "repeated")
 
@@ -394,7 +410,7 @@ QUICK = ("gates", "w4a4", "routing", "repeated")
 def findings(at: Place, name: str) -> Findings:
     """What a group shows."""
     group: Any = GROUPS[name]
-    yield from group(at) if group in (gradients, top_k, router_linear, repeated) else check(at, group(at))
+    yield from group(at) if group in (gradients, top_k, router_linear, merged_codes, repeated) else check(at, group(at))
 
 
 # ---- the first layer on a device -------------------------------------------------------------------
@@ -415,6 +431,7 @@ def first(at: Place, problem: Problem) -> Iterator[Finding | dict[str, Any]]:
             yield {"patience": SECONDS}
             yield from router_linear(at)
             yield from top_k(at)
+            yield from merged_codes(at)
             return
         cases = list(_first(at, problem))
         try:

@@ -23,7 +23,8 @@ from unittest import mock
 import torch
 import triton
 
-from moe_nvfp4.kernels.portable import backend, config, dense, router
+from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.kernels.portable import backend, config, dense, merge, router
 from moe_nvfp4.kernels.portable.launch import compile_variant
 from moe_nvfp4.routing import Groups
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights, Matrices
@@ -76,11 +77,11 @@ class Launches:
 
     def __enter__(self):
         self.kept = backend.launch
-        backend.launch = dense.launch = router.launch = self
+        backend.launch = dense.launch = merge.launch = router.launch = self
         return self
 
     def __exit__(self, *_):
-        backend.launch = dense.launch = router.launch = self.kept
+        backend.launch = dense.launch = merge.launch = router.launch = self.kept
 
 
 def in_memory(value):
@@ -172,6 +173,18 @@ def scored(schedule):
     return errors[0]
 
 
+def merged(schedule):
+    """How many codes differ from those of the sums, with a rank, rows and columns beyond the last ones of a block."""
+    codes, sf = torch.randint(256, (2, 70, 48)).to(torch.uint8), torch.randint(0x7E, (2, 70, 6)).to(torch.uint8)
+    scale, a, b = torch.rand(2, 70) * 1e-3, torch.randint(-3, 4, (2, 5, 90)) / 64, torch.randint(-3, 4, (2, 70, 5)) / 64
+    sf[:, ::4] = 0
+    with Launches(schedule):
+        got = backend.merged_codes(codes, sf, scale, a, b)
+    dense = nvfp4.dequantize(codes, sf, scale)
+    dense[..., :90] += b @ a
+    return int((got != nvfp4.encode(dense, sf, scale)).sum())
+
+
 def last_of_many(schedule="reverse-lazy"):
     """DeepSeek's sizes; the last expert's weights are beyond 2**31 bytes."""
     E, T, few = 150, 3, weights(1, 7168, 2048)
@@ -237,6 +250,7 @@ CASES = {
     "split K": linear,
     "top-k": chosen,
     "a router's linear": scored,
+    "merged codes": merged,
     "an illegal id": partial(illegal_id, few=False),
     "an illegal id, unsorted": partial(illegal_id, few=True),
 }
@@ -316,6 +330,8 @@ def same_everywhere():
         backend.experts(x, ids, torch.empty(2, 2), weights(3, 64, 48))
         backend.top_k(torch.empty(2, 8), 2)
         backend.router_linear(torch.empty(2, 64), torch.empty(8, 64), None)
+        w = weights(3, 64, 48).w2
+        backend.merged_codes(w.codes, w.sf, torch.empty(3, 64), torch.empty(3, 4, 48), torch.empty(3, 64, 4))
     different = {}
     for kernel, *rest in launches.all:
         texts = {a: body(compiled(kernel, *rest, architecture=a).asm["ptx"]) for a in ARCHITECTURES}

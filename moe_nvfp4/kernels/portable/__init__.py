@@ -34,6 +34,10 @@ class Portable(Backend):
         """As torch's linear of few rows x, see `router.linear`."""
         return self.functions.router_linear(x, weight, bias)
 
+    def merged_codes(self, codes: Tensor, sf: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Codes of weights with a low-rank change, see `merge.merged_codes`."""
+        return self.functions.merged_codes(codes, sf, scale, a, b)
+
     def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
         return self.functions.gate(gate, w13_out)[0]
 

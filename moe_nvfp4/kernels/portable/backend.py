@@ -28,7 +28,7 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
 from moe_nvfp4.kernels.common.ahead import planned_tokens
 from moe_nvfp4.kernels.common.tensors import aligned, capability, expert_ids, floating, multiprocessors
-from moe_nvfp4.kernels.portable import config, dense, router
+from moe_nvfp4.kernels.portable import config, dense, merge, router
 from moe_nvfp4.kernels.portable import gate as gates
 from moe_nvfp4.kernels.portable.config import Plan, TileShape, next_power_of_2
 from moe_nvfp4.kernels.portable.dequantize import how
@@ -141,6 +141,12 @@ def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As `router.linear`."""
     with on(x.device):
         return router.linear(x, weight, bias)
+
+
+def merged_codes(codes: Tensor, sf: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """As `merge.merged_codes`."""
+    with on(codes.device):
+        return merge.merged_codes(codes, sf, scale, a, b)
 
 
 def gate(gate: Gate, w13_out: Tensor, dh: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,158 @@
+"""Adapters that are trained to be merged: the model in training, the merged one and its files are the same."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="LoRA needs peft")
+
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+
+from moe_nvfp4.integrations.huggingface import swap_experts  # noqa: E402
+from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig  # noqa: E402
+from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter  # noqa: E402
+from tests.common import relative_error  # noqa: E402
+from tests.models import IDS, gpt_oss, llama4, load, logits, make, nemotron_h, qwen3_moe  # noqa: E402
+
+ON_EXPERTS = ["experts.gate_up_proj", "experts.up_proj", "experts.down_proj"]
+CLOSE = 1e-5  # fp32 models
+MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+
+def config(kind=MergeableLoraConfig, **settings):
+    settings = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False) | settings
+    if kind is MergeableLoraConfig:
+        settings["nvfp4_mergeable"] = True
+    return kind(target_parameters=settings.pop("target_parameters", ON_EXPERTS), **settings)
+
+
+def swapped(family=qwen3_moe):
+    linears = "attention" if family is qwen3_moe else None
+    return swap_experts(make(family, torch.float32), linears=linears, progress=False)
+
+
+def dense_like(model):
+    model = copy.deepcopy(model)
+    return model.hf_quantizer._dequantize(model)
+
+
+def gradients(model):
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, nemotron_h, llama4], ids=lambda f: f.__name__)
+def test_training_computes_with_the_merged_weights(family):
+    """Against PEFT's own layers on dense weights Q - BA, which compute (Q - BA) + BA and its gradients."""
+    torch.manual_seed(0)
+    mine = get_peft_model(swapped(family), config())
+    for name, p in mine.named_parameters():
+        if "lora_" in name:
+            p.data.mul_(0.3)
+    state = {name: p for name, p in mine.state_dict().items() if "lora_" in name}
+    expected, grads = logits(mine), gradients(mine)
+    merged = copy.deepcopy(mine).merge_and_unload()
+    assert relative_error(logits(merged), expected) < CLOSE
+    dense = get_peft_model(dense_like(merged), config(LoraConfig))
+    dense.load_state_dict(state, strict=False)
+    for layer in [m for m in dense.modules() if hasattr(m, "get_delta_weight") and "default" in m.lora_A]:
+        weight = layer.get_param() if hasattr(layer, "get_param") else layer.get_base_layer().weight
+        weight.data -= layer.get_delta_weight("default")
+    assert relative_error(logits(dense), expected) < CLOSE
+    theirs = gradients(dense)
+    assert grads.keys() == theirs.keys()
+    for name, grad in grads.items():
+        assert relative_error(grad, theirs[name]) < 5 * CLOSE, name
+
+
+def test_codes_are_the_nearest_of_the_sums():
+    torch.manual_seed(0)
+    model = swapped()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    mine = get_peft_model(model, config())
+    logits(mine)
+    down = next(m for m in mine.modules() if getattr(m, "parameter_name", "") == "down_proj")
+    experts, (a, b) = down.get_base_layer(), down.adapter("default")
+    name = next(n for n, m in mine.base_model.model.named_modules() if m is experts).replace(".base_layer", "") + "."
+    for suffix in ("_sf", "_global_scale"):
+        assert torch.equal(getattr(experts, f"down_proj{suffix}"), before[f"{name}down_proj{suffix}"])
+    sf = before[f"{name}down_proj_sf"].view(torch.float8_e4m3fn).double().repeat_interleave(16, dim=-1)
+    step = sf * before[f"{name}down_proj_global_scale"].double()[:, None, None]
+
+    def values(codes):
+        nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+        return MAGNITUDES[nibbles & 7] * torch.where(nibbles > 7, -1, 1) * step
+
+    wanted = values(before[f"{name}down_proj"])
+    wanted[..., : a.shape[2]] += (b.double() @ a.double()).detach()
+    found, near = values(experts.down_proj), (wanted.abs() / step)[..., None]
+    nearest = (near - MAGNITUDES).abs().min(dim=-1).values
+    changed = (found != values(before[f"{name}down_proj"])).double().mean()
+    assert 0.05 < changed < 0.95
+    assert ((found - wanted).abs() / step <= nearest + 1e-5).all()
+
+
+def test_what_is_trained_is_what_is_merged_and_saved(tmp_path):
+    torch.manual_seed(0)
+    model = swapped()
+    base, before = logits(model), {name: p.clone() for name, p in model.named_parameters()}
+    mine = get_peft_model(copy.deepcopy(model), config(init_lora_weights=True))
+    assert relative_error(logits(mine), base) < CLOSE  # B is 0
+    optimizer = torch.optim.AdamW([p for p in mine.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(12):
+        loss = mine(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    expected = logits(mine)
+    with mine.disable_adapter():
+        assert relative_error(logits(mine), base) < CLOSE
+    assert torch.equal(logits(mine), expected)
+    mine.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter", is_trainable=True)
+    assert torch.equal(logits(again), expected)  # the file says what kind of adapter it is
+    mine.merge_adapter()
+    assert torch.equal(logits(mine), expected)
+    mine.unmerge_adapter()
+    for name, p in mine.base_model.model.named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(p, before[name.replace("base_layer.", "")]), name
+    merged = mine.merge_and_unload()
+    assert torch.equal(logits(merged), expected)
+    merged.save_pretrained(tmp_path / "merged")
+    assert relative_error(logits(load(tmp_path / "merged", torch.float32)), expected) < CLOSE
+    other = make(qwen3_moe, torch.float32)
+    with pytest.raises(ValueError, match="trained to be merged into 4-bit weights .* changes none in this model"):
+        PeftModel.from_pretrained(other, tmp_path / "adapter")
+    with pytest.raises(NotImplementedError, match="trained to be merged .* serve that folder"):
+        ExpertsAdapter(str(tmp_path / "adapter"))
+
+
+def test_adapters_of_two_kinds():
+    mine = get_peft_model(swapped(), config())
+    alone = logits(mine)
+    mine.add_adapter("plain", config(LoraConfig))
+    mine.set_adapter("plain")
+    plain = logits(mine)
+    assert relative_error(plain, alone) > 0.01
+    mine.base_model.set_adapter(["default", "plain"])
+    with pytest.raises(NotImplementedError, match="some are trained to be merged"):
+        logits(mine)
+    with pytest.raises(NotImplementedError, match="some are trained to be merged"):
+        mine.merge_adapter(["default", "plain"])
+    mine.base_model.set_adapter(["plain"])
+    assert torch.equal(logits(mine), plain)
+    mine.base_model.set_adapter(["default"])
+    assert torch.equal(logits(mine), alone)
+    mine.add_adapter("second", config())
+    mine.base_model.set_adapter(["default", "second"])
+    both = logits(mine)
+    assert relative_error(both, alone) > 0.01
+    assert relative_error(logits(mine.merge_and_unload(adapter_names=["default", "second"])), both) < CLOSE
+    with pytest.raises(NotImplementedError, match="lora_dropout=0"):
+        get_peft_model(swapped(), config(target_parameters=None, lora_dropout=0.1))
