@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from moe_nvfp4.backends import merged_codes
+from moe_nvfp4.devices import capturing
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, refuse_elsewhere
@@ -67,15 +68,18 @@ class LoraModel(lora.LoraModel):
         self._all_linear = isinstance(wanted, str) and wanted.lower() == "all-linear"
         _refuse_to_copy(self.peft_config[adapter_name].modules_to_save or (), model)
         found = super().inject_adapter(model, adapter_name, *args, **kwargs)
-        if getattr(self.peft_config[adapter_name], "nvfp4_mergeable", False):
-            self._let_merge(adapter_name, model)
+        self._let_merge(adapter_name, model)
         return found
 
     def _let_merge(self, adapter: str, model: nn.Module) -> None:
-        """Have the 4-bit layers compute with this adapter merged."""
+        """Have the 4-bit layers compute with this adapter merged, if its config says so."""
+        layers = [m for m in model.modules() if isinstance(m, _Merging) and adapter in m.lora_A]
+        for layer in layers:
+            layer.mergeable = layer.mergeable - {adapter}  # of one of this name that was deleted
+        if not getattr(self.peft_config[adapter], "nvfp4_mergeable", False):
+            return
         if self.peft_config[adapter].lora_dropout:
             raise NotImplementedError("nvfp4_mergeable: merged weights have no dropout: lora_dropout=0")
-        layers = [m for m in model.modules() if isinstance(m, _Merging) and adapter in m.lora_A]
         if not layers:
             raise ValueError(
                 f"adapter {adapter!r} is trained to be merged into 4-bit weights (nvfp4_mergeable), and changes none "
@@ -133,12 +137,17 @@ class _Merging:
     def _trained_merged(self) -> list[str]:
         """The active adapters if they are mergeable, else none. Brings the base layer's weights up to date with them.
 
-        NotImplementedError if only some are.
+        NotImplementedError if only some are, RuntimeError while a CUDA graph is captured.
         """
         active = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
         if not self.mergeable.intersection(active):
             return []
         self._check_alike(active)
+        if capturing(self.lora_A[active[0]].weight.device):
+            raise RuntimeError(
+                "a CUDA graph would not see that an adapter that is trained to be merged (nvfp4_mergeable) changes: "
+                "merge_and_unload() before, or run without graphs (another cache than the static one)"
+            )
         now = [p for name in active for p in (self.lora_A[name].weight.detach(), self.lora_B[name].weight.detach())]
         scales, before = self._merged_from
         same = self.merged_adapters == active and scales == [self.scaling[name] for name in active]

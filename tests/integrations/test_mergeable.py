@@ -133,6 +133,13 @@ def test_what_is_trained_is_what_is_merged_and_saved(tmp_path):
         ExpertsAdapter(str(tmp_path / "adapter"))
 
 
+def test_a_graph_is_not_captured(monkeypatch):
+    mine = get_peft_model(swapped(), config())
+    monkeypatch.setattr("moe_nvfp4.integrations.huggingface.peft.capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match="merge_and_unload"):
+        logits(mine)
+
+
 def test_adapters_of_two_kinds():
     mine = get_peft_model(swapped(), config())
     alone = logits(mine)
@@ -154,5 +161,14 @@ def test_adapters_of_two_kinds():
     both = logits(mine)
     assert relative_error(both, alone) > 0.01
     assert relative_error(logits(mine.merge_and_unload(adapter_names=["default", "second"])), both) < CLOSE
+    model = swapped()
+    mine, other = (get_peft_model(copy.deepcopy(model), config(kind)) for kind in (MergeableLoraConfig, LoraConfig))
+    logits(mine)
+    mine.unmerge_adapter()
+    mine.delete_adapter("default")
+    mine.add_adapter("default", config(LoraConfig))  # another one of this name
+    mine.set_adapter("default")
+    mine.load_state_dict(other.state_dict())
+    assert torch.equal(logits(mine), logits(other))
     with pytest.raises(NotImplementedError, match="lora_dropout=0"):
         get_peft_model(swapped(), config(target_parameters=None, lora_dropout=0.1))
