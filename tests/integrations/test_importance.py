@@ -7,6 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn import functional as F
@@ -118,7 +119,10 @@ def gemma4_shared():
 
 
 # DeepSeek V4's first layers choose experts by a table of integers; nemotron_h is quick: its routers have buffers
-V4 = [deepseek_v4] * hasattr(transformers, "DeepseekV4Config")
+V4 = [pytest.param(deepseek_v4, marks=pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"), reason="transformers before 5.24 may not run it in bf16: its "
+    "norms stay fp32, and 5.17 does not cast what they return"
+))]  # fmt: skip
 
 
 @pytest.mark.slow_after(2)
