@@ -1,5 +1,7 @@
 """Small random models of every kind of checkpoint, and helpers to look into their files."""
 
+import copy
+
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -151,6 +153,17 @@ def load(path, dtype=torch.bfloat16, **kwargs):
 def logits(model):
     with torch.no_grad():
         return model(IDS.to(model.device)).logits.cpu()
+
+
+def dense_like(model):
+    """A dense model with the same weights, dequantized."""
+    model = copy.deepcopy(model)
+    return model.hf_quantizer._dequantize(model)
+
+
+def gradients(model):
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def tensors(path):

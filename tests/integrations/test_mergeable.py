@@ -13,7 +13,18 @@ from moe_nvfp4.integrations.huggingface import swap_experts  # noqa: E402
 from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig  # noqa: E402
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter  # noqa: E402
 from tests.common import relative_error  # noqa: E402
-from tests.models import IDS, gpt_oss, llama4, load, logits, make, nemotron_h, qwen3_moe  # noqa: E402
+from tests.models import (  # noqa: E402
+    IDS,
+    dense_like,
+    gpt_oss,
+    gradients,
+    llama4,
+    load,
+    logits,
+    make,
+    nemotron_h,
+    qwen3_moe,
+)
 
 ON_EXPERTS = ["experts.gate_up_proj", "experts.up_proj", "experts.down_proj"]
 CLOSE = 1e-5  # fp32 models
@@ -30,16 +41,6 @@ def config(kind=MergeableLoraConfig, **settings):
 def swapped(family=qwen3_moe):
     linears = "attention" if family is qwen3_moe else None
     return swap_experts(make(family, torch.float32), linears=linears, progress=False)
-
-
-def dense_like(model):
-    model = copy.deepcopy(model)
-    return model.hf_quantizer._dequantize(model)
-
-
-def gradients(model):
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.slow_after(1)

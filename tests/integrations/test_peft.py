@@ -1,7 +1,5 @@
 """LoRA through PEFT on 4-bit models gives the same as PEFT on the dequantized weights."""
 
-import copy
-
 import pytest
 import torch
 
@@ -38,9 +36,11 @@ from tests.common import relative_error  # noqa: E402
 from tests.folders import awq, is_linear, quantized  # noqa: E402
 from tests.models import (  # noqa: E402
     IDS,
+    dense_like,
     folder,
     gemma4,
     gpt_oss,
+    gradients,
     granite,
     llama4,
     load,
@@ -65,17 +65,6 @@ def config(experts=True, **settings):
 
 def swapped(family=qwen3_moe, **settings):
     return swap_experts(make(family, torch.float32), progress=False, **settings)
-
-
-def dense_like(model):
-    """A dense model with the same weights, dequantized."""
-    model = copy.deepcopy(model)
-    return model.hf_quantizer._dequantize(model)
-
-
-def gradients(model):
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def same_gradients(one, other):
