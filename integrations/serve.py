@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from moe_nvfp4.quantize.plan import quantized_form
+from moe_nvfp4.quantize.plan import becomes_nvfp4, quantized_form
 
 ENGINES = ("vllm", "transformers")
 # The first import teaches transformers to read our folders, `register` to make NVFP4 of MXFP4 and FP8 ones. {} is the
@@ -85,5 +85,5 @@ def _becomes_nvfp4(model: str) -> bool:
     from transformers import PretrainedConfig
 
     with suppress(OSError, ValueError):
-        return quantized_form(PretrainedConfig.get_config_dict(model)[0]) in ("MXFP4", "FP8")
+        return becomes_nvfp4(PretrainedConfig.get_config_dict(model)[0]) is not None
     return False

@@ -175,6 +175,11 @@ class Matrices(NamedTuple):
         assert self.sf is not None, "in a backend's layout they are in codes"
         return self.sf
 
+    def row_scales(self) -> Tensor:
+        """The global scale of each row, fp32 [E, N]."""
+        halves = [s for s in (self.gate_scale, self.global_scale) if s is not None]
+        return torch.cat([s[:, None].expand(-1, self.N // len(halves)) for s in halves], dim=1)
+
     def held(self) -> Matrices:
         """The present tensors of parameters: giving a parameter other data later does not change them."""
         return self._replace(codes=self.codes.detach(), sf=None if self.sf is None else self.sf.detach())

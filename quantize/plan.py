@@ -95,6 +95,15 @@ def quantized_form(config: Mapping) -> str | None:
     return "FP8"
 
 
+def becomes_nvfp4(config: Mapping) -> str | None:
+    """ "MXFP4" or "FP8", if that is the `quantized_form`; else None, for formats that are not read, too."""
+    try:
+        form = quantized_form(config)
+    except ValueError:
+        return None
+    return form if form in ("MXFP4", "FP8") else None
+
+
 def quantized_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
     """The quantized weights of a source that files keep one by one: stem -> matrix, its tensors' names."""
     layouts = quantized_layouts(source.config.get("quantization_config") or {})

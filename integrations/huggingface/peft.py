@@ -134,6 +134,12 @@ class _Merging:
         """The same for adapters that are mergeable: other codes, with the scales that they have."""
         raise NotImplementedError
 
+    def _learned(self, adapters: list[str]) -> tuple[list[float], list[Tensor]]:
+        """What adds `adapters`: their scales and tensors."""
+        sides = (self.lora_A, self.lora_B)
+        tensors = [side[name].weight.detach() for name in adapters for side in sides]
+        return [self.scaling[name] for name in adapters], tensors
+
     def _trained_merged(self) -> list[str]:
         """The active adapters if they are mergeable, else none. Brings the base layer's weights up to date with them.
 
@@ -148,9 +154,8 @@ class _Merging:
                 "a CUDA graph would not see that an adapter that is trained to be merged (nvfp4_mergeable) changes: "
                 "merge_and_unload() before, or run without graphs (another cache than the static one)"
             )
-        now = [p for name in active for p in (self.lora_A[name].weight.detach(), self.lora_B[name].weight.detach())]
-        scales, before = self._merged_from
-        same = self.merged_adapters == active and scales == [self.scaling[name] for name in active]
+        (scales, now), (old_scales, before) = self._learned(active), self._merged_from
+        same = self.merged_adapters == active and scales == old_scales
         if not (same and all(map(torch.equal, now, before))):
             self.merge(adapter_names=active)
         return active
@@ -171,14 +176,12 @@ class _Merging:
         is lost, and of one that changes them by 10 %, three quarters are left (docs/training.md). Better keep the
         adapter apart, train it to be merged (`MergeableLoraConfig`), or merge it into the dense model.
         """
-        of_mergeable = bool(self.mergeable.intersection(self.merged_adapters))  # while they are trained
-        names = adapter_names or self.active_adapters if of_mergeable else check_adapters_to_merge(self, adapter_names)
-        adapters = [name for name in names if name in self.lora_A]
+        if self.mergeable.intersection(self.merged_adapters):  # while they are trained
+            self.unmerge()
+        adapters = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         if not adapters:
             return
         self._check_alike(adapters)
-        if of_mergeable:
-            self.unmerge()
         if self.merged_adapters:
             raise ValueError(
                 f"{', '.join(self.merged_adapters)} is merged already, and merging on top would round twice: "
@@ -190,8 +193,8 @@ class _Merging:
         base.unpack()
         if self.mergeable.intersection(adapters):
             merged = self._rounded(adapters)
-            weights = [p.weight.detach().clone() for name in adapters for p in (self.lora_A[name], self.lora_B[name])]
-            self._merged_from = [self.scaling[name] for name in adapters], weights
+            scales, tensors = self._learned(adapters)
+            self._merged_from = scales, [t.clone() for t in tensors]
         else:
             logger.warning_once(
                 "adapters are merged into 4-bit weights: changes of less than about 3 % of the weights' norm are "
@@ -247,12 +250,12 @@ class LoraLinear(_Merging, lora.Linear):
         return {"weight": codes, "weight_sf": sf.view(torch.uint8), "weight_global_scale": scale.reshape(1)}
 
     def _rounded(self, adapters: list[str]) -> dict[str, Tensor]:
-        base, factor = self.get_base_layer(), self.get_base_layer().pre_quant_scale
+        base = self.get_base_layer()
+        w, factor = base.weights.matrix.stacked(), base.pre_quant_scale
         a = torch.cat([self.lora_A[name].weight.float() * self.scaling[name] for name in adapters])
         b = torch.cat([self.lora_B[name].weight.float() for name in adapters], dim=1)
         a = a if factor is None else a / factor.float()
-        scale = base.weight_global_scale.expand(1, base.out_features)
-        return {"weight": merged_codes(base.weight[None], base.weight_sf[None], scale, a[None], b[None])[0]}
+        return {"weight": merged_codes(w.codes, w.block_scales(), w.row_scales(), a[None], b[None])[0]}
 
     def _dense(self, adapters: list[str]) -> Tensor:
         """The values fp32 [N, K] with `adapters` added."""
@@ -348,8 +351,7 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
         a, b = joined(tuple(map(self.adapter, adapters)), torch.float32)
         if factor is not None:
             a = a / factor.float().unsqueeze(1)
-        scale = self._scales(slice(None)).expand(-1, w.N)
-        return {self.parameter_name: merged_codes(w.codes, w.block_scales(), scale, a, b)}
+        return {self.parameter_name: merged_codes(w.codes, w.block_scales(), w.row_scales(), a, b)}
 
     def _matrices(self) -> Matrices:
         w = self.get_base_layer().weights
@@ -359,16 +361,10 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
         """AWQ's scales [E, K]: the base layer multiplies x by them, the adapter does not."""
         return self.get_base_layer().pre_quant_scales[self.parameter_name == "down_proj"]
 
-    def _scales(self, some: slice) -> Tensor:
-        """The rows' global scales [E, N] of some experts."""
-        w = self._matrices()
-        halves = [s[some, None] for s in (w.gate_scale, w.global_scale) if s is not None]
-        return torch.cat([s.expand(-1, w.N // len(halves)) for s in halves], dim=1)
-
     def _dense(self, adapters: list[str], e: int) -> Tensor:
         """The values fp32 [N, K] of an expert with `adapters` added."""
-        w, factor, some = self._matrices(), self._factor(), slice(e, e + 1)
-        dense = dequantize(w.codes[some], w.sf[some], self._scales(some))[0, :, : w.K]
+        w, factor = self._matrices().of(slice(e, e + 1)), self._factor()
+        dense = dequantize(w.codes, w.sf, w.row_scales())[0, :, : w.K]
         for a, b in map(self.adapter, adapters):
             delta = b[e].float() @ a[e].float()
             dense += delta if factor is None else delta / factor[e].float()

@@ -64,7 +64,7 @@ from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, dense_for
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.quantize.dialects import DIALECTS, dialect_of_method, read_config
 from moe_nvfp4.quantize.layouts import mxfp4
-from moe_nvfp4.quantize.plan import quantized_form
+from moe_nvfp4.quantize.plan import becomes_nvfp4
 
 logger = logging.get_logger(__name__)
 registries: Any = auto  # Any, because its annotations admit only transformers' own classes
@@ -146,7 +146,7 @@ def _reader(method: str, theirs: Any) -> type:
         @classmethod
         def from_dict(cls, config_dict: dict, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
             found = None
-            if _converts[0] and (form := _becomes_nvfp4(config_dict)):
+            if _converts[0] and (form := becomes_nvfp4(config_dict)):
                 logger.warning(f"the files are {form}, and become NVFP4 while they load: moe-nvfp4 quantize SRC DST "
                                "writes them once")  # fmt: skip
                 found = _unread(ours, ValueError(UNREAD.format(method)))
@@ -173,14 +173,6 @@ def _unread(ours: type[MoeNvfp4Config], error: Exception) -> MoeNvfp4Config:
     found = ours()
     found.unread = error
     return found
-
-
-def _becomes_nvfp4(config: Mapping) -> str | None:
-    """MXFP4 or FP8, if a config says so, in a form that a conversion reads."""
-    try:
-        return form if (form := quantized_form(config)) in ("MXFP4", "FP8") else None
-    except ValueError:
-        return None
 
 
 def _is_nvfp4(method: str, config: Mapping) -> bool:

@@ -21,7 +21,7 @@ from moe_nvfp4.integrations.vllm.unwritten import Converted
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
 from moe_nvfp4.quantize.files import Checkpoint, open_checkpoint
 from moe_nvfp4.quantize.options import Options
-from moe_nvfp4.quantize.plan import quantized_form
+from moe_nvfp4.quantize.plan import becomes_nvfp4
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
@@ -319,12 +319,8 @@ def _becomes_nvfp4(config: dict) -> str | None:
     """MXFP4 or FP8, if what vLLM passes as `quantization_config` says so, in a form that a conversion reads."""
     if FORM in config:
         return config[FORM]
-    try:
-        # vLLM renames gpt-oss's method
-        form = quantized_form({**config, "quant_method": str(config.get("quant_method")).removeprefix("gpt_oss_")})
-    except ValueError:
-        return None
-    return form if form in ("MXFP4", "FP8") else None
+    # vLLM renames gpt-oss's method
+    return becomes_nvfp4({**config, "quant_method": str(config.get("quant_method")).removeprefix("gpt_oss_")})
 
 
 def _read(config: dict) -> QuantizationInfo | None:

@@ -203,11 +203,8 @@ class Backend:
 def dequantized(weights: Matrices, experts: slice, columns: slice, dtype: torch.dtype) -> Tensor:
     """`Backend.dequantize` for the checkpoint's layout, in torch."""
     w, (first, last) = weights.of(experts), (columns.start, min(columns.stop, weights.K))
-    scale = w.global_scale[:, None].expand(-1, w.N)
-    if w.gate_scale is not None:
-        scale = torch.cat([s[:, None].expand(-1, w.N // 2) for s in (w.gate_scale, w.global_scale)], dim=1)
     codes, sf = w.codes[..., first // 2 : -(-last // 16) * 8], w.block_scales()[..., first // 16 : -(-last // 16)]
-    return nvfp4.dequantize(codes, sf, scale, dtype)[..., : last - first]
+    return nvfp4.dequantize(codes, sf, w.row_scales(), dtype)[..., : last - first]
 
 
 def other_gpu(device: Device, capabilities: tuple[tuple[int, int], ...], gpus: str) -> str | None:

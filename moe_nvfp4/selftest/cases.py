@@ -265,13 +265,12 @@ def gradients(at: Place) -> Findings:
 def _dense(x: Tensor, ids: Tensor, p: Tensor, w: ExpertWeights) -> Tensor:
     """The layer in x's dtype, one slot after the other."""
     m13, m2, rows = w.w13, w.w2, []
-    scales = [s for s in (m13.gate_scale, m13.global_scale) if s is not None]
+    scales = m13.row_scales()
     for t in range(len(x)):
         y = x.new_zeros(m2.N)
         for j, e in enumerate(ids[t].tolist()):
             if 0 <= e < w.num_experts:
-                scale = torch.cat([s[e].expand(m13.N // len(scales)) for s in scales])
-                w13 = nvfp4.dequantize(m13.codes[e], m13.block_scales()[e], scale).to(x.dtype)[:, : m13.K]
+                w13 = nvfp4.dequantize(m13.codes[e], m13.block_scales()[e], scales[e]).to(x.dtype)[:, : m13.K]
                 w2 = nvfp4.dequantize(m2.codes[e], m2.block_scales()[e], m2.global_scale[e]).to(x.dtype)[:, : m2.K]
                 y = y + p[t, j] * (w2 @ w.gate((w13 @ x[t])[None])[0])
         rows.append(y)

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe_nvfp4.cache import is_whole, keep
+from moe_nvfp4.cache import CHECKSUM, is_whole, keep
 from moe_nvfp4.kernels.common import ahead
 from moe_nvfp4.kernels.portable.driver import Function
 
@@ -112,7 +112,7 @@ class _Cubins(ahead.Variants):
         """The bytes of the file; if it is not there, compiles the kernel and keeps it."""
         file = self.file(capability, *variant)
         if file is not None and is_whole(file):
-            return file.read_bytes()[:-32]  # a checksum
+            return file.read_bytes()[:-CHECKSUM]
         code = compile_kernel(capability, *variant)
         if file is not None:
             keep(file, lambda name: Path(name).write_bytes(code))
