@@ -130,8 +130,12 @@ class _Merging:
         """The base layer's parameters, by name, with `adapters` added to their values."""
         raise NotImplementedError
 
-    def _rounded(self, adapters: list[str]) -> dict[str, Tensor]:
-        """The same for adapters that are mergeable: other codes, with the scales that they have."""
+    def _change(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
+        """What `adapters` add to the base layer's values: (a fp32 [E, r, K], b fp32 [E, N, r]) of b · a."""
+        raise NotImplementedError
+
+    def _matrices(self) -> tuple[str, Matrices]:
+        """The base layer's codes, by their name, which mergeable adapters change, with the scales that they keep."""
         raise NotImplementedError
 
     def _learned(self, adapters: list[str]) -> tuple[list[float], list[Tensor]]:
@@ -192,7 +196,13 @@ class _Merging:
             refuse_elsewhere(p, "merged with adapters")
         base.unpack()
         if self.mergeable.intersection(adapters):
-            merged = self._rounded(adapters)
+            (name, w), (a, b) = self._matrices(), self._change(adapters)
+            if not (a.isfinite().all() and b.isfinite().all()):
+                raise ValueError(
+                    f"{', '.join(adapters)}: the adapter has NaN or Inf, which 4-bit weights cannot hold: training "
+                    "went wrong, or the file is damaged. Nothing was merged here"
+                )
+            merged = {name: merged_codes(w.codes, w.block_scales(), w.row_scales(), a, b).view_as(getattr(base, name))}
             scales, tensors = self._learned(adapters)
             self._merged_from = scales, [t.clone() for t in tensors]
         else:
@@ -249,13 +259,14 @@ class LoraLinear(_Merging, lora.Linear):
         codes, sf, scale = quantize_matrix(self._dense(adapters))
         return {"weight": codes, "weight_sf": sf.view(torch.uint8), "weight_global_scale": scale.reshape(1)}
 
-    def _rounded(self, adapters: list[str]) -> dict[str, Tensor]:
-        base = self.get_base_layer()
-        w, factor = base.weights.matrix.stacked(), base.pre_quant_scale
+    def _change(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
+        factor = self.get_base_layer().pre_quant_scale
         a = torch.cat([self.lora_A[name].weight.float() * self.scaling[name] for name in adapters])
         b = torch.cat([self.lora_B[name].weight.float() for name in adapters], dim=1)
-        a = a if factor is None else a / factor.float()
-        return {"weight": merged_codes(w.codes, w.block_scales(), w.row_scales(), a[None], b[None])[0]}
+        return (a if factor is None else a / factor.float())[None], b[None]
+
+    def _matrices(self) -> tuple[str, Matrices]:
+        return "weight", self.get_base_layer().weights.matrix.stacked()
 
     def _dense(self, adapters: list[str]) -> Tensor:
         """The values fp32 [N, K] with `adapters` added."""
@@ -346,16 +357,14 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
         experts = [quantize_expert(self._dense(adapters, e), name, recipe) for e in range(self.num_experts)]
         return {key: torch.stack([expert[key] for expert in experts]) for key in experts[0]}
 
-    def _rounded(self, adapters: list[str]) -> dict[str, Tensor]:
-        w, factor = self._matrices(), self._factor()
+    def _change(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
         a, b = joined(tuple(map(self.adapter, adapters)), torch.float32)
-        if factor is not None:
-            a = a / factor.float().unsqueeze(1)
-        return {self.parameter_name: merged_codes(w.codes, w.block_scales(), w.row_scales(), a, b)}
+        factor = self._factor()
+        return (a if factor is None else a / factor.float().unsqueeze(1)), b
 
-    def _matrices(self) -> Matrices:
+    def _matrices(self) -> tuple[str, Matrices]:
         w = self.get_base_layer().weights
-        return w.w2 if self.parameter_name == "down_proj" else w.w13
+        return self.parameter_name, w.w2 if self.parameter_name == "down_proj" else w.w13
 
     def _factor(self) -> Tensor | None:
         """AWQ's scales [E, K]: the base layer multiplies x by them, the adapter does not."""
@@ -363,7 +372,7 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
 
     def _dense(self, adapters: list[str], e: int) -> Tensor:
         """The values fp32 [N, K] of an expert with `adapters` added."""
-        w, factor = self._matrices().of(slice(e, e + 1)), self._factor()
+        w, factor = self._matrices()[1].of(slice(e, e + 1)), self._factor()
         dense = dequantize(w.codes, w.sf, w.row_scales())[0, :, : w.K]
         for a, b in map(self.adapter, adapters):
             delta = b[e].float() @ a[e].float()

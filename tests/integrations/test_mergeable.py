@@ -173,3 +173,24 @@ def test_adapters_of_two_kinds():
     assert torch.equal(logits(mine), logits(other))
     with pytest.raises(NotImplementedError, match="lora_dropout=0"):
         get_peft_model(swapped(), config(target_parameters=None, lora_dropout=0.1))
+
+
+@pytest.mark.parametrize("kind", [MergeableLoraConfig, LoraConfig], ids=["mergeable", "plain"])
+@pytest.mark.parametrize("what", ["q_proj.lora_A", "experts.base_layer.lora_A", "experts.lora_B"])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_nan_is_not_merged(what, kind, bad):
+    torch.manual_seed(0)
+    mine = get_peft_model(swapped(), config(kind))
+    before = {name: p.clone() for name, p in mine.named_parameters() if "lora_" not in name}
+    with torch.no_grad():
+        next(p for name, p in mine.named_parameters() if what in name).view(-1)[5] = bad
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        mine.merge_adapter()
+    mine.unmerge_adapter()
+    for name, value in before.items():
+        assert torch.equal(mine.get_parameter(name), value), name
+    if kind is MergeableLoraConfig:  # computing with merged weights is merging
+        with pytest.raises(ValueError, match="NaN or Inf"):
+            gradients(mine)
+        with pytest.raises(ValueError, match="NaN or Inf"):
+            logits(mine)
