@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -290,6 +290,13 @@ def report() -> list[Report]:
             known = proof.state(backend, place) if runs and backend is not REFERENCE else ""
             rows.append(Report(device, backend.name, runs, reason, known))
     return rows
+
+
+def read_variables() -> Iterator[Callable[[], object]]:
+    """For `moe-nvfp4 env`: functions that raise ValueError if MOE_NVFP4_BACKEND, _CPU or _CHECK is wrong."""
+    yield lambda: named(_forced() or REFERENCE.name)
+    yield cpu.BACKEND.functions.path
+    yield proof.asked
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from moe_nvfp4._version import __version__
 from moe_nvfp4.cache import cache_folder
 from moe_nvfp4.experts import beside
 from moe_nvfp4.quantize.report import readable_size
+from moe_nvfp4.ready import compiles_ahead
 
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "accelerate", "triton", "nvidia-cutlass-dsl",
             "apache-tvm-ffi", "vllm", "peft", "compressed-tensors", "nvidia-modelopt", "gguf", "numpy")  # fmt: skip
@@ -45,7 +46,7 @@ class Environment:
 
     packages   name -> version, or "not installed"; also of CUDA, the driver and the C compiler
     backends   device -> backend -> what it runs there, and why no more
-    error      what is wrong with MOE_NVFP4_BACKEND
+    error      what is wrong with the values of this library's variables
     caches     folder of the cache -> its files and their bytes
     variables  name -> value, of those that matter here
     """
@@ -75,17 +76,17 @@ class Environment:
         compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "cc")
         packages |= {"NVIDIA driver": _first_line(*driver), "C compiler": _first_line(*compiler.split(), "--version")}
         found: dict[str, dict[str, dict[str, Any]]] = {}
-        for row in backends.report():
+        wrong = _wrong_variables()
+        try:
+            report = backends.report()
+        except ValueError:  # of MOE_NVFP4_CPU
+            report = []
+        for row in report:
             rows = found.setdefault(
                 str(row.device), {"offload": {"runs": [], "reason": beside(row.device), "proof": ""}}
             )
             rows[row.backend] = {"runs": list(row.runs), "reason": row.reason, "proof": row.proof}
-        error = None
-        if forced := os.environ.get("MOE_NVFP4_BACKEND"):
-            try:
-                backends.named(forced)
-            except ValueError as unknown:
-                error = f"{unknown}; nothing runs until it names one of them, or is unset"
+        error = f"{'; '.join(wrong)}; nothing runs until each is set to what is named here, or unset" if wrong else None
         cache = cache_folder()
         return cls(
             __version__, str(Path(__file__).parent), platform.python_version(), platform.platform(), packages,
@@ -123,6 +124,17 @@ def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
     return found[1] if found else platform.processor() or platform.machine()
+
+
+def _wrong_variables() -> list[str]:
+    """What is wrong with the values of MOE_NVFP4_BACKEND, _CPU, _CHECK and _COMPILE."""
+    wrong = []
+    for read in (*backends.read_variables(), compiles_ahead):
+        try:
+            read()
+        except ValueError as error:
+            wrong.append(str(error))
+    return wrong
 
 
 def _version(package: str) -> str:

@@ -48,11 +48,17 @@ def prepare(
             calls[module.weight.device].append((module.backend(dtype), Call.of(module.weights, dtype)))
     for linears in join(model, dtype):
         calls[linears[0].weight.device].append((linears[0].backend(dtype), Call.of(as_one(linears), dtype)))
+    ahead = compiles_ahead()
+    gpus = {device: these for device, these in calls.items() if device.type == "cuda" and ahead}
+    return sum(compile_ahead(these, Gpu.of(device)) for device, these in gpus.items())
+
+
+def compiles_ahead() -> bool:
+    """What MOE_NVFP4_COMPILE says, else True. ValueError if it is unknown."""
     how = os.environ.get("MOE_NVFP4_COMPILE") or "ahead"
     if how not in ("ahead", "lazy"):
         raise ValueError(f"MOE_NVFP4_COMPILE={how} is unknown: ahead or lazy")
-    gpus = {device: these for device, these in calls.items() if device.type == "cuda" and how == "ahead"}
-    return sum(compile_ahead(these, Gpu.of(device)) for device, these in gpus.items())
+    return how == "ahead"
 
 
 def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -41,12 +41,18 @@ PROVEN: dict[str, dict[str, tuple[str, ...]]] = {
 LIMIT = 600.0  # seconds for a check, of which compilers take the most
 
 
-def objection(backend: Backend, problem: Problem, device: torch.device) -> str | None:
-    """Why `backend`, which says that it runs `problem` on `device`, does not: a clause that follows its name; None if
-    it is proven there, or passes the check. ValueError for an unknown MOE_NVFP4_CHECK."""
+def asked() -> str:
+    """$MOE_NVFP4_CHECK, else "once". ValueError if it is unknown."""
     how = os.environ.get("MOE_NVFP4_CHECK") or "once"
     if how not in ("0", "once", "always"):
         raise ValueError(f"MOE_NVFP4_CHECK={how} is unknown: 0, once or always")
+    return how
+
+
+def objection(backend: Backend, problem: Problem, device: torch.device) -> str | None:
+    """Why `backend`, which says that it runs `problem` on `device`, does not: a clause that follows its name; None if
+    it is proven there, or passes the check. ValueError for an unknown MOE_NVFP4_CHECK."""
+    how = asked()
     if how == "0" or device.type != backend.device_type or (how == "once" and proven(backend, device)):
         return None
     if problem.kind == "linear":  # one stands for all: a model has linears of many sizes
@@ -148,6 +154,8 @@ def state(backend: Backend, device: torch.device) -> str:
     """For `moe-nvfp4 env`: whether it is proven on this device, or what checks have found."""
     if proven(backend, device):
         return "proven"
+    if os.environ.get("MOE_NVFP4_CHECK") == "0":
+        return "not checked, as MOE_NVFP4_CHECK=0 is set"
     here = _identity(backend, device).items()
     found = map(_noted, sorted((cache_folder() / "checks").glob("*.json")))
     if not (notes := [note for note in found if note and here <= note.items()]):

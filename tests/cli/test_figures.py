@@ -10,6 +10,8 @@ import torch
 
 from moe_nvfp4 import backends
 from moe_nvfp4.cli import bench
+from moe_nvfp4.kernels import proof
+from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from tests.cli.commands import mistake, run
 from tests.common import ROOT
@@ -123,13 +125,28 @@ def test_env(tmp_path, monkeypatch, capsys):
     assert rows["cpu"].startswith("experts W4A16, experts W4A4")
 
 
-def test_env_says_that_a_backend_is_unknown(monkeypatch, capsys):
-    monkeypatch.setenv("MOE_NVFP4_BACKEND", "sm91")
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [("BACKEND=sm91", "the backends are "), ("CPU=avx9", "the paths are "), ("CHECK=off", "0, once or always"),
+     ("COMPILE=later", "ahead or lazy")],
+)  # fmt: skip
+def test_env_says_that_a_value_is_unknown(variable, expected, monkeypatch, capsys):
+    name, value = f"MOE_NVFP4_{variable}".split("=")
+    monkeypatch.setenv(name, value)
+    cpu.path.cache_clear()
     run("env")
+    cpu.path.cache_clear()
     said = capsys.readouterr().out
-    assert (
-        "\nerror: MOE_NVFP4_BACKEND=sm91 is unknown: the backends are " in said and "\nMOE_NVFP4_BACKEND=sm91\n" in said
-    )
+    assert f"\nerror: {name}={value} is unknown: {expected}" in said and f"\n{name}={value}\n" in said
+
+
+def test_env_says_that_nothing_is_checked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(proof, "PROVEN", {})
+    monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path))
+    for value, said in (("once", "its first layer will be checked"), ("0", "not checked, as MOE_NVFP4_CHECK=0 is set")):
+        monkeypatch.setenv("MOE_NVFP4_CHECK", value)
+        run("env")
+        assert re.search(rf"^  cpu +experts .*; {said}$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.slow
