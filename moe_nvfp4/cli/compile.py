@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.cli.known import ARCHS, KNOWN, Sizes
 from moe_nvfp4.cli.models import empty_model, model_config, resolve
 from moe_nvfp4.cli.options import ACTIVATIONS, ACTIVATIONS_HELP, MODEL_HELP, Commands, command, path, whole
 from moe_nvfp4.cli.output import note
+
+if TYPE_CHECKING:
+    import torch
 
 ALL = "known"
 # In and out features of linears that need, one by one and in pairs, every kernel that an H200's plans have
@@ -21,8 +25,9 @@ def add(commands: Commands) -> None:
     sub = command(
         commands, "compile", run, "compile a model's kernels for a GPU that need not be here",
         "Compile every kernel that the experts of MODEL can need on a GPU of architecture ARCH, for any number of "
-        "tokens. DIR is a cache folder for machines without a compiler: copy it there and name it in MOE_NVFP4_CACHE. "
-        "They need the same versions of moe-nvfp4, Triton and CuTe DSL. Sizes of 20 well-known models are built in: "
+        "tokens in bf16, and in fp16 if its config says so. DIR is a cache folder for machines without a compiler: "
+        "copy it there and name it in MOE_NVFP4_CACHE. They need the same versions of moe-nvfp4, Triton and CuTe DSL. "
+        "Sizes of 20 well-known models are built in: "
         + ", ".join(KNOWN) + f". As MODEL, {ALL} stands for them all.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
@@ -42,6 +47,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    import torch
     from torch import nn
 
     from moe_nvfp4.backends import Gpu
@@ -51,17 +57,20 @@ def run(args: argparse.Namespace) -> None:
     if args.model == ALL:
         layers = [layer for sizes in KNOWN.values() for layer in _known(sizes, args)]
         linears = _usual_linears(args) if args.linears else nn.ModuleList()
+        found = [(torch.bfloat16, layers, linears)]
     elif args.model in KNOWN and not args.linears:
-        layers, linears = _known(KNOWN[args.model], args), nn.ModuleList()
+        found = [(torch.bfloat16, _known(KNOWN[args.model], args), nn.ModuleList())]
     else:
-        layers, linears = _described(args)
+        found = _described(args)
     if args.out is not None:
         os.environ["MOE_NVFP4_CACHE"] = str(args.out)  # the processes that compile inherit it
     own_folder("kernels")  # raises if kernels could not be kept there
     arch, count = ARCHS[args.arch], 0
     for multiprocessors in [args.multiprocessors] if args.multiprocessors else arch.multiprocessors:
         gpu = Gpu(arch.capability, multiprocessors)
-        count += sum(compile_for(layer, gpu, top_k) for layer, top_k in layers) + compile_for(linears, gpu)
+        for dtype, layers, linears in found:
+            count += sum(compile_for(layer, gpu, top_k, dtype) for layer, top_k in layers)
+            count += compile_for(linears, gpu, dtype=dtype)
     note(f"{args.model} on {args.arch}: {count} kernels compiled, in {cache_folder()}; all others were there already")
 
 
@@ -93,32 +102,40 @@ def _usual_linears(args: argparse.Namespace) -> Any:
     from moe_nvfp4.linear import NVFP4Linear
 
     pairs = nn.ModuleList()
-    for K, N, bias in product(IN, OUT, (None, torch.bfloat16)):
+    for K, N, bias, static in product(IN, OUT, (None, torch.bfloat16), _static(args)):
         pairs.append(pair := nn.Module())
         for name in ("gate_proj", "up_proj"):
-            pair.add_module(name, NVFP4Linear(K, N, bias, args.activations, device="meta"))
+            pair.add_module(name, NVFP4Linear(K, N, bias, args.activations, static, device="meta"))
     return pairs
 
 
-def _described(args: argparse.Namespace) -> tuple[list[tuple[Any, int]], Any]:
-    """(experts on meta, top_k) for each kind of layer in MODEL's config; and with --linears, its linears."""
-    from dataclasses import replace
+def _described(args: argparse.Namespace) -> list[tuple[torch.dtype, list[tuple[Any, int]], Any]]:
+    """(dtype, experts and linears as below) for MODEL's config, in bf16 and, if it says so, in fp16."""
+    import torch
 
-    from torch import nn
-
-    from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
     from moe_nvfp4.integrations.huggingface.ready import experts_per_token
-    from moe_nvfp4.linear import NVFP4Linear
 
     source = resolve(args.model)
     config = model_config(source)
-    model = empty_model(config, source)
-    top_ks, layers, shapes = experts_per_token(config), {}, set()
+    top_ks = experts_per_token(config)
     if not top_ks:
         raise ValueError(f"the config of {args.model} has no known field for the number of experts per token")
+    found = []
+    for dtype in dict.fromkeys((torch.bfloat16, *{config.dtype, config.get_text_config().dtype} & {torch.float16})):
+        model = empty_model(config, source).to(dtype)
+        found.append((dtype, _experts(model, top_ks, args), _linears(model, args)))
+    return found
+
+
+def _experts(model: Any, top_ks: Iterable[int], args: argparse.Namespace) -> list[tuple[Any, int]]:
+    """(experts on meta, top_k) for each kind of layer in `model`."""
+    from dataclasses import replace
+
+    from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
+
+    awq = (model.config.to_dict().get("quantization_config") or {}).get("quant_algo") == "NVFP4_AWQ"
+    layers = {}
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.in_features % 16 == 0 and args.linears:
-            shapes.add((module.in_features, module.out_features, module.bias is not None))
         try:
             layout = describe(module)
         except NotImplementedError:
@@ -132,13 +149,38 @@ def _described(args: argparse.Namespace) -> tuple[list[tuple[Any, int]], Any]:
         )  # fmt: skip
         for static in _static(args):
             made = HFExperts(module, here, args.activations, static, "meta")
+            if awq:
+                made.add_pre_quant_scales(model.dtype)
             layers.update({(here, made.gate, static, top_k): (made, top_k) for top_k in top_ks})
     if not layers:
         raise ValueError(f"{args.model} has no experts that this library can quantize")
-    linears = [
-        NVFP4Linear(K, N, model.dtype if bias else None, args.activations, device="meta") for K, N, bias in shapes
-    ]
-    return list(layers.values()), nn.ModuleList(linears)
+    return list(layers.values())
+
+
+def _linears(model: Any, args: argparse.Namespace) -> Any:
+    """With --linears, those of `model` as 4-bit ones on meta. Those of one module stay together: they may run as one."""
+    from torch import nn
+
+    from moe_nvfp4.linear import NVFP4Linear
+
+    kinds: dict[tuple, dict[str, Any]] = {}
+    for parent in model.modules() if args.linears else ():
+        linears = {n: m for n, m in parent.named_children() if isinstance(m, nn.Linear) and _can_be_packed(m)}
+        kind = tuple((n, m.in_features, m.out_features, m.bias is None) for n, m in linears.items())
+        kinds.setdefault(kind, linears)
+    found = nn.ModuleList()
+    for linears, static in product(kinds.values(), _static(args)):
+        found.append(parent := nn.Module())
+        for name, m in linears.items():
+            bias = None if m.bias is None else m.bias.dtype
+            new = NVFP4Linear(m.in_features, m.out_features, bias, args.activations, static, device="meta")
+            parent.add_module(name, new)
+    return found
+
+
+def _can_be_packed(linear: Any) -> bool:
+    """Whether a dense linear may be 4-bit: not if it gives a few numbers only, as gates do."""
+    return linear.in_features % 16 == 0 and linear.out_features >= 16
 
 
 def _static(args: argparse.Namespace) -> tuple[bool, ...]:

@@ -1,10 +1,14 @@
 """moe-nvfp4 compile: what it compiles, and for which GPUs; tests/kernels/test_ahead.py tests the compiling itself."""
 
 import pytest
+import torch
 import transformers
 
 from moe_nvfp4 import cli, ready
+from moe_nvfp4.backends import Gpu
 from moe_nvfp4.cli.known import ARCHS
+from moe_nvfp4.kernels.calls import kernels_of
+from moe_nvfp4.linear import NVFP4Linear
 
 # Models whose sizes are the defaults of transformers' config classes.
 DEFAULTS = {
@@ -17,11 +21,11 @@ DEFAULTS = {
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Records what would be compiled: (gpu, top_k, experts or linears)."""
+    """Records what would be compiled: (gpu, top_k, experts or linears, dtype)."""
     calls = []
 
-    def compile_for(model, gpu, top_k=None):
-        calls.append((gpu, top_k, model))
+    def compile_for(model, gpu, top_k=None, dtype=torch.bfloat16):
+        calls.append((gpu, top_k, model, dtype))
         return 0
 
     monkeypatch.setattr(ready, "compile_for", compile_for)
@@ -45,7 +49,7 @@ def test_built_in_sizes_are_those_of_transformers(name, tmp_path, compiled):
     config.save_pretrained(tmp_path)
     for model in (name, str(tmp_path)):
         assert cli.main(["compile", model, "--arch", "sm_100a"]) == 0
-    (gpu, top_k, ours), _, (_, their_top_k, theirs), _ = compiled
+    (gpu, top_k, ours, _), _, (_, their_top_k, theirs, _), _ = compiled
     assert gpu == (ARCHS["sm_100a"].capability, 148, None) and top_k == their_top_k
     assert sizes(ours) == sizes(theirs)
 
@@ -53,7 +57,7 @@ def test_built_in_sizes_are_those_of_transformers(name, tmp_path, compiled):
 def test_what_one_gpu_of_several_has(compiled):
     command_line = ["compile", "deepseek-ai/DeepSeek-R1", "--arch", "sm_90a", "--multiprocessors", "132"]
     assert cli.main([*command_line, "--expert-parallel", "8", "--activations", "nvfp4"]) == 0
-    (_, top_k, dynamic), (_, _, static), (_, _, linears) = compiled
+    (_, top_k, dynamic, _), (_, _, static, _), (_, _, linears, _) = compiled
     assert (dynamic.num_experts, top_k, len(linears)) == (32, 8, 0)
     assert dynamic.activations == static.activations == "nvfp4"
     assert dynamic.weights.x_scale is None and static.weights.x_scale is not None
@@ -62,3 +66,61 @@ def test_what_one_gpu_of_several_has(compiled):
 def test_an_uneven_share_is_an_error(compiled, capsys):
     assert cli.main(["compile", "openai/gpt-oss-20b", "--arch", "sm_80", "--tensor-parallel", "7"]) == 2
     assert "2880 channels cannot be split evenly over 7 GPUs" in capsys.readouterr().err and not compiled
+
+
+def of_a_model(tmp_path, dtype):
+    """The folder of a config with attention, a shared expert and its gate of one row."""
+    config = transformers.Qwen2MoeConfig(
+        num_hidden_layers=2, hidden_size=1024, moe_intermediate_size=512, shared_expert_intermediate_size=1024,
+        num_attention_heads=8, num_key_value_heads=8, vocab_size=4096, architectures=["Qwen2MoeForCausalLM"],
+        dtype=dtype,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    return config
+
+
+@pytest.mark.parametrize(("activations", "static"), [("bf16", False), ("nvfp4", False), ("nvfp4", True)])
+def test_linears_that_run_as_one_and_static_scales(activations, static, tmp_path, monkeypatch):
+    """What a model with 4-bit linears in place needs (`ready`) is among what the command compiles."""
+    pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
+    pytest.importorskip("triton", reason="the quantization of rows is Triton's")
+    kernels = {}
+
+    def note(calls, gpu):
+        for backend, call in calls:
+            kernels.update(kernels_of(backend, call, gpu))
+        return 0
+
+    monkeypatch.setattr(ready, "compile_ahead", note)
+    config = of_a_model(tmp_path, torch.bfloat16)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and module.out_features > 1:
+            bias = None if module.bias is None else module.bias.dtype
+            sizes = module.in_features, module.out_features, bias
+            model.set_submodule(name, NVFP4Linear(*sizes, activations, static, device="meta"))
+    ready.compile_for(model, Gpu((9, 0), 132))
+    wanted, _ = dict(kernels), kernels.clear()
+    assert len(wanted) > 20
+    command_line = ["compile", str(tmp_path), "--arch", "sm_90a", "--multiprocessors", "132", "--linears"]
+    assert cli.main([*command_line, "--activations", activations]) == 0
+    assert wanted.keys() - kernels.keys() == set()
+
+
+def test_awq(tmp_path, compiled):
+    """Its scales come between the stages, which then have kernels of their own."""
+    config = of_a_model(tmp_path, torch.bfloat16)
+    config.quantization_config = {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}
+    config.save_pretrained(tmp_path)
+    assert cli.main(["compile", str(tmp_path), "--arch", "sm_90a", "--multiprocessors", "132"]) == 0
+    (_, _, experts, _), _ = compiled
+    assert not experts._hooks().fused and None not in experts.pre_quant_scales
+
+
+def test_a_model_in_fp16(tmp_path, compiled):
+    for dtype, dtypes in ((torch.float16, [torch.bfloat16, torch.float16]), (torch.float32, [torch.bfloat16])):
+        compiled.clear()
+        of_a_model(tmp_path, dtype)
+        assert cli.main(["compile", str(tmp_path), "--arch", "sm_90a", "--multiprocessors", "132"]) == 0
+        assert [call[3] for call in compiled if call[1]] == dtypes
