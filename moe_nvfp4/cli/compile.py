@@ -158,7 +158,7 @@ def _experts(model: Any, top_ks: Iterable[int], args: argparse.Namespace) -> lis
 
 
 def _linears(model: Any, args: argparse.Namespace) -> Any:
-    """With --linears, those of `model` as 4-bit ones on meta. Those of one module stay together: they may run as one."""
+    """With --linears, those of `model` as 4-bit ones on meta; those of one module together, as they may run as one."""
     from torch import nn
 
     from moe_nvfp4.linear import NVFP4Linear
