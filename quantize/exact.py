@@ -63,15 +63,21 @@ def tables(recipe: str) -> Tables | None:
         )
 
 
+@lru_cache
+def _tables_on(device: torch.device, recipe: str) -> Tables | None:
+    known = tables(recipe)
+    return None if known is None else Tables(*(t.to(device) for t in known))
+
+
 def cast_exactly(codes: Tensor, exponents: Tensor, global_scale: Tensor, recipe: str) -> tuple[Tensor, Tensor] | None:
-    """(codes uint8 [n, K/2], sf float8_e4m3fn [n, K/16]) of rows of MXFP4, on a CPU, as `quantize_matrix` makes them of
-    the values; None where it must be asked.
+    """(codes uint8 [n, K/2], sf float8_e4m3fn [n, K/16]) of rows of MXFP4, as `quantize_matrix` makes them of the
+    values; None where it must be asked.
 
     codes         uint8 [n, K/2]
     exponents     e8m0, uint8 [n, K/32]
-    global_scale  fp32 0-d: a power of two
+    global_scale  fp32 0-d, on a CPU: a power of two
     """
-    known = tables(recipe)
+    known = _tables_on(codes.device, recipe)
     mantissa, exponent = torch.frexp(global_scale)
     if known is None or mantissa != 0.5:
         return None

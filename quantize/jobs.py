@@ -189,11 +189,20 @@ class _Batch:
 
     def by_table(self, lot: range, a: int, scale: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Codes and block scales of rows of MXFP4 without a search, if that is known to find the same."""
-        packed = self.matrices[lot.start].packed
-        if packed is None or len(lot) > 1 or self.cuda or self.importance is not None or self.options.dtype == "F16":
+        if self.importance is not None or self.options.dtype == "F16":
             return None
-        found = cast_exactly(*packed(a, min(a + self.step, self.shape[0])), scale[0], self.options.recipe)
-        return None if found is None else (found[0][None], found[1][None], scale)
+        found, b = [], min(a + self.step, self.shape[0])
+        for i, of_matrix in zip(lot, scale, strict=True):
+            packed = self.matrices[i].packed
+            if packed is None:
+                return None
+            codes, exponents = (t.to(self.options.place) for t in packed(a, b))
+            cast = cast_exactly(codes, exponents, of_matrix, self.options.recipe)
+            if cast is None:
+                return None
+            found.append(cast)
+        codes, sf = map(torch.stack, zip(*found, strict=True))
+        return codes, sf, scale
 
     def lost(self, lot: range, made: tuple[Tensor, Tensor, Tensor], w: Tensor) -> set[int]:
         """Which of the matrices `lot`, w, are not what they were, with a warning; `cast` gets their errors."""
