@@ -36,6 +36,7 @@ from moe_nvfp4 import reference
 from moe_nvfp4.checks import check_activations
 from moe_nvfp4.kernels import cpu, portable, proof, sm80, sm90, sm100
 from moe_nvfp4.kernels.backend import PACKAGES, Backend, Device, Gpu, Problem
+from moe_nvfp4.weights import Matrices
 
 __all__ = ["BACKENDS", "PACKAGES", "Backend", "Choice", "Device", "Gpu", "Problem", "Report",
            "explain", "named", "registered", "report", "select"]  # fmt: skip
@@ -242,6 +243,14 @@ def merged_codes(codes: Tensor, sf: Tensor, scale: Tensor, a: Tensor, b: Tensor)
         dense[..., : a.shape[2]] += b[some].float() @ a[some].float()
         found.append(nvfp4.encode(dense, sf[some], scale[some]))
     return torch.cat(found)
+
+
+def merge_packed(weights: Matrices, codes: Tensor, a: Tensor, b: Tensor) -> bool:
+    """Write into `weights`, which are in a backend's layout, the codes that `merged_codes` chooses for their scales and
+    for `codes`, which are in the checkpoint's layout: uint8 [E, N, K/2]. False where no kernel does that."""
+    if weights.layout is None or not (codes.is_cuda and has_router(codes.device)):
+        return False
+    return named(weights.layout).merge(weights, codes, a, b)
 
 
 _AT_ONCE = 1 << 26  # weights that are dense at a time

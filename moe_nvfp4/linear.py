@@ -98,6 +98,11 @@ class NVFP4Linear(Prepared):
         if self.joined is not None:
             self.joined.separate(self)
 
+    def _changed(self) -> None:
+        super()._changed()
+        if self.joined is not None:
+            self.joined.left = None  # columns of the weights before
+
     def _prepare_for(self, chosen: Selected) -> None:
         self._pack(chosen, weight=False)
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
-from moe_nvfp4.backends import merged_codes
+from moe_nvfp4.backends import merge_packed, merged_codes
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
@@ -160,9 +160,39 @@ class _Merging:
             )
         (scales, now), (old_scales, before) = self._learned(active), self._merged_from
         same = self.merged_adapters == active and scales == old_scales
-        if not (same and all(map(torch.equal, now, before))):
+        if not (same and all(map(torch.equal, now, before))) and not self._merged_again(active):
             self.merge(adapter_names=active)
         return active
+
+    @torch.no_grad()
+    def _merged_again(self, adapters: list[str]) -> bool:
+        """Bring packed weights, with which `adapters` were merged, up to date in place; False where that cannot be."""
+        base = self.get_base_layer()
+        if not base.packed or self.merged_adapters != adapters:
+            return False
+        for p in base.parameters():
+            refuse_elsewhere(p, "merged with adapters")
+        (name, w), (a, b) = self._matrices(), self._finite_change(adapters)
+        if not merge_packed(w, self._before[name].view(-1, w.N, self._before[name].shape[-1]), a, b):
+            return False
+        torch.autograd.graph.increment_version(getattr(base, name))  # as `copy_` does
+        base._changed()
+        self._remember(adapters)
+        return True
+
+    def _finite_change(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
+        """As `_change`. ValueError for NaN and Inf."""
+        a, b = self._change(adapters)
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise ValueError(
+                f"{', '.join(adapters)}: the adapter has NaN or Inf, which 4-bit weights cannot hold: training went "
+                "wrong, or the file is damaged. Nothing was merged here"
+            )
+        return a, b
+
+    def _remember(self, adapters: list[str]) -> None:
+        scales, tensors = self._learned(adapters)
+        self._merged_from = scales, [t.clone() for t in tensors]
 
     def _check_alike(self, adapters: list[str]) -> None:
         if 0 < len(self.mergeable.intersection(adapters)) < len(adapters):
@@ -196,15 +226,9 @@ class _Merging:
             refuse_elsewhere(p, "merged with adapters")
         base.unpack()
         if self.mergeable.intersection(adapters):
-            (name, w), (a, b) = self._matrices(), self._change(adapters)
-            if not (a.isfinite().all() and b.isfinite().all()):
-                raise ValueError(
-                    f"{', '.join(adapters)}: the adapter has NaN or Inf, which 4-bit weights cannot hold: training "
-                    "went wrong, or the file is damaged. Nothing was merged here"
-                )
+            (name, w), (a, b) = self._matrices(), self._finite_change(adapters)
             merged = {name: merged_codes(w.codes, w.block_scales(), w.row_scales(), a, b).view_as(getattr(base, name))}
-            scales, tensors = self._learned(adapters)
-            self._merged_from = scales, [t.clone() for t in tensors]
+            self._remember(adapters)
         else:
             logger.warning_once(
                 "adapters are merged into 4-bit weights: changes of less than about 3 % of the weights' norm are "

@@ -195,6 +195,11 @@ class Backend:
         """The exact inverse of `pack`: (codes, sf)."""
         raise NotImplementedError(f"{self.name} reads the checkpoint's layout")
 
+    def merge(self, weights: Matrices, codes: Tensor, a: Tensor, b: Tensor) -> bool:
+        """Write into packed `weights` what `backends.merged_codes` makes of `codes`, in the checkpoint's layout, with
+        their scales. False if that is not known: unpack them then."""
+        return False
+
     def values(self, weights: Matrices) -> Matrices:
         """Packed weights, with the same values in the checkpoint's layout, as new tensors."""
         raise NotImplementedError(f"{self.name} reads the checkpoint's layout")

@@ -19,10 +19,11 @@ from moe_nvfp4.backends import named
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.kernels.backend import Backend, Device, Gpu, Problem
 from moe_nvfp4.kernels.calls import Call, compile_ahead
+from moe_nvfp4.kernels.sm90.pack import in_units
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.routing import Rows, group_by_expert
 from moe_nvfp4.selftest.compare import LIMITS, Finding, Limit, compare, same_bits
-from moe_nvfp4.weights import SILU, ExpertWeights, Gate, is_quantized
+from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Matrices, is_quantized
 
 Findings = Iterator[Finding]
 GATES = {
@@ -338,8 +339,17 @@ def merged_codes(at: Place, merge: Callable) -> Findings:
         a, b = (torch.randint(-3, 4, shape, generator=g) / 64 for shape in ((E, r, K - 8), (E, N, r)))
         dense = nvfp4.dequantize(codes, sf, scale)
         dense[..., : K - 8] += b @ a
-        found = merge(*(t.to(at.device) for t in (codes, sf, scale, a, b))).cpu()
-        yield same_bits(f"merged codes, {E} x {N} x {K}, rank {r}", found, nvfp4.encode(dense, sf, scale))
+        case, there = f"merged codes, {E} x {N} x {K}, rank {r}", [t.to(at.device) for t in (codes, sf, scale, a, b)]
+        yield same_bits(case, merge(*there).cpu(), nvfp4.encode(dense, sf, scale))
+        for gated in (False, True):
+            w = Matrices(codes, sf, scale[:, 0], N, K, scale[:, 1] if gated else None)
+            dense = nvfp4.dequantize(codes, sf, w.row_scales())
+            dense[..., : K - 8] += b @ a
+            want = in_units(w._replace(codes=nvfp4.encode(dense, sf, w.row_scales()))).codes
+            units = in_units(w).codes.to(at.device)
+            scales = there[2][:, 0], there[2][:, 1] if gated else None
+            named("sm90").merge(Matrices(units, None, scales[0], N, K, scales[1], None, "sm90"), there[0], *there[3:])
+            yield same_bits(f"{case}, in Hopper's layout{', gate and up' * gated}", units.cpu(), want)
 
 
 def repeated(at: Place) -> Findings:

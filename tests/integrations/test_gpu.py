@@ -142,6 +142,40 @@ def test_layers_on_two_gpus(activations, tmp_path):
     same_tensors(tmp_path / "a", tmp_path / "b")
 
 
+def test_adapters_that_are_trained_to_be_merged(tmp_path):
+    """From the second step on, weights change in their kernels' layout: to the bits of a fresh merge."""
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig
+
+    torch.manual_seed(0)
+    config = MergeableLoraConfig(
+        nvfp4_mergeable=True, r=4, lora_alpha=8, init_lora_weights=False, target_modules=["q_proj", "k_proj", "v_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )  # fmt: skip
+    model = swap_experts(load(folder(tmp_path, qwen3_moe), device_map="cuda"), linears="attention", progress=False)
+    before = {name: p.cpu() for name, p in model.state_dict().items()}
+    mine = peft.get_peft_model(copy.deepcopy(model), config)
+    logits(mine)
+    optimizer = torch.optim.SGD([p for p in mine.parameters() if p.requires_grad], lr=0.5)
+    seen = []
+    for _ in range(3):
+        mine(input_ids=IDS.cuda(), labels=IDS.cuda()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        places = [m.down_proj.data_ptr() for m in experts(mine)]
+        seen.append(logits(mine))  # without gradients, where q, k and v are one
+        assert places == [m.down_proj.data_ptr() for m in experts(mine)], "in place"
+        fresh = peft.get_peft_model(copy.deepcopy(model), config)
+        fresh.load_state_dict({n: p for n, p in mine.named_parameters() if "lora_" in n}, strict=False)
+        assert torch.equal(logits(fresh), seen[-1])
+    assert not torch.equal(seen[0], seen[1])
+    assert torch.equal(logits(copy.deepcopy(mine).merge_and_unload()), seen[-1])
+    mine.unmerge_adapter()
+    for name, p in mine.base_model.model.state_dict().items():
+        if "lora_" not in name:
+            assert torch.equal(p.cpu(), before[name.replace("base_layer.", "")]), name
+
+
 @pytest.mark.parametrize("counts", [[0, 5, 0, 700, 3, 0], [0, 0, 0], [1, 0, 2047]], ids=str)
 @pytest.mark.parametrize("K", [256, 20])
 def test_products_of_recipe_distill(counts, K):

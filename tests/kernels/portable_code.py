@@ -24,8 +24,10 @@ import torch
 import triton
 
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.backends import named
 from moe_nvfp4.kernels.portable import backend, config, dense, merge, router
 from moe_nvfp4.kernels.portable.launch import compile_variant
+from moe_nvfp4.kernels.sm90.pack import in_units
 from moe_nvfp4.routing import Groups
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights, Matrices
 from tests.common import reference_layer, reference_rows, relative_error
@@ -174,15 +176,26 @@ def scored(schedule):
 
 
 def merged(schedule):
-    """How many codes differ from those of the sums, with a rank, rows and columns beyond the last ones of a block."""
+    """How many codes differ from those of the sums, with a rank, rows and columns beyond the last ones of a block, and
+    how many bytes in Hopper's layout."""
     codes, sf = torch.randint(256, (2, 70, 48)).to(torch.uint8), torch.randint(0x7E, (2, 70, 6)).to(torch.uint8)
     scale, a, b = torch.rand(2, 70) * 1e-3, torch.randint(-3, 4, (2, 5, 90)) / 64, torch.randint(-3, 4, (2, 70, 5)) / 64
     sf[:, ::4] = 0
+
+    def wanted(scale):
+        dense = nvfp4.dequantize(codes, sf, scale)
+        dense[..., :90] += b @ a
+        return nvfp4.encode(dense, sf, scale)
+
     with Launches(schedule):
-        got = backend.merged_codes(codes, sf, scale, a, b)
-    dense = nvfp4.dequantize(codes, sf, scale)
-    dense[..., :90] += b @ a
-    return int((got != nvfp4.encode(dense, sf, scale)).sum())
+        different = (backend.merged_codes(codes, sf, scale, a, b) != wanted(scale)).sum()
+    for gate_scale in (None, scale[:, 1]):
+        w = Matrices(codes, sf, scale[:, 0], 70, 96, gate_scale)
+        packed = in_units(w)
+        with Launches(schedule):
+            assert named("sm90").merge(packed, codes, a, b)
+        different += (packed.codes != in_units(w._replace(codes=wanted(w.row_scales()))).codes).sum()
+    return int(different)
 
 
 def last_of_many(schedule="reverse-lazy"):
@@ -331,7 +344,9 @@ def same_everywhere():
         backend.top_k(torch.empty(2, 8), 2)
         backend.router_linear(torch.empty(2, 64), torch.empty(8, 64), None)
         w = weights(3, 64, 48).w2
-        backend.merged_codes(w.codes, w.sf, torch.empty(3, 64), torch.empty(3, 4, 48), torch.empty(3, 64, 4))
+        a, b = torch.empty(3, 4, 48), torch.empty(3, 64, 4)
+        backend.merged_codes(w.codes, w.sf, torch.empty(3, 64), a, b)
+        named("sm90").merge(in_units(w), w.codes, a, b)
     different = {}
     for kernel, *rest in launches.all:
         texts = {a: body(compiled(kernel, *rest, architecture=a).asm["ptx"]) for a in ARCHITECTURES}

@@ -38,6 +38,10 @@ class Portable(Backend):
         """Codes of weights with a low-rank change, see `merge.merged_codes`."""
         return self.functions.merged_codes(codes, sf, scale, a, b)
 
+    def merge_units(self, codes: Tensor, scale: Tensor, a: Tensor, b: Tensor, units: Tensor, interleaved: bool) -> None:
+        """The same in Hopper's layout, see `merge.merge_units`."""
+        self.functions.merge_units(codes, scale, a, b, units, interleaved)
+
     def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
         return self.functions.gate(gate, w13_out)[0]
 

@@ -149,6 +149,12 @@ def merged_codes(codes: Tensor, sf: Tensor, scale: Tensor, a: Tensor, b: Tensor)
         return merge.merged_codes(codes, sf, scale, a, b)
 
 
+def merge_units(codes: Tensor, scale: Tensor, a: Tensor, b: Tensor, units: Tensor, interleaved: bool) -> None:
+    """As `merge.merge_units`."""
+    with on(codes.device):
+        merge.merge_units(codes, scale, a, b, units, interleaved)
+
+
 def gate(gate: Gate, w13_out: Tensor, dh: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """`Gate.__call__`, and if dh is given, `Gate.gradient`."""
     with on(w13_out.device):

@@ -70,6 +70,14 @@ class Hopper(Backend):
     def gate_gradient(self, gate: Gate, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
         return (portable if w13_out.is_cuda else super()).gate_gradient(gate, w13_out, dh)
 
+    def merge(self, weights: Matrices, codes: Tensor, a: Tensor, b: Tensor) -> bool:
+        from moe_nvfp4.kernels.sm90.pack import merge_operands
+
+        units = weights.codes.view(torch.int32)
+        portable.merge_units(codes.contiguous(), *merge_operands(weights, a, b), units, weights.gated)
+        self.settle(codes.device)
+        return True
+
     def values(self, weights: Matrices) -> Matrices:
         from moe_nvfp4.kernels.sm90.pack import unpack
 

@@ -142,6 +142,20 @@ def pack_linear(m: Matrices) -> Matrices:
     return m._replace(codes=in_units(m.stacked()).codes.transpose(0, 1), sf=None, layout="sm90")
 
 
+def merge_operands(m: Matrices, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a kernel needs for a low-rank change of packed matrices, in the order of their units: the rows' global
+    scales [E, M64, 32, 2], a [E, r, columns] -> [E, r, K64, 16, 4], b [E, N, r] -> [E, M64, r, 32, 2]; fp32."""
+    scale = _unit_rows(m.row_scales()[..., None].float(), m.gated, 1)  # E M64 w g h 1 1
+    rows = _unit_rows(b.float(), m.gated, b.shape[2])  # E M64 w g h 1 r
+    K64 = m.codes.shape[2]
+    columns = F.pad(a.float(), (0, K64 * UNIT - a.shape[2])).unflatten(2, (K64, 4, 2, 4, 2))  # k16, k half, c, odd
+    return (
+        scale.reshape(*scale.shape[:2], 32, 2).contiguous(),
+        columns.permute(0, 1, 2, 5, 3, 4, 6).reshape(*a.shape[:2], K64, 16, 4).contiguous(),
+        rows.squeeze(5).permute(0, 1, 5, 2, 3, 4).reshape(*rows.shape[:2], -1, 32, 2).contiguous(),
+    )
+
+
 def words(m: Matrices) -> Tensor:
     """Packed codes as kernels take them: int32 [E, M64, words]. ValueError if they are not the size of [N, K]."""
     M64 = -(-m.N // 2 // 32) if m.gated else -(-m.N // UNIT)
