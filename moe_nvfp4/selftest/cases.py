@@ -150,6 +150,8 @@ class Case(NamedTuple):
         else:
             own_gate = module.own_gate if module.gate.kind == "raw" else None
             want = reference_of(x, routing[0], routing[1], module.weights, own_gate)
+        if y.dtype != self.dtype:
+            return Finding(self.name, False, f"the result is {_name(y.dtype)}, not {_name(self.dtype)}, as x is")
         return compare(self.name, y, want, limit_of(self.module.activations, self.dtype))
 
 

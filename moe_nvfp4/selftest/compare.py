@@ -37,8 +37,9 @@ def compare(case: str, got: Tensor, want: Tensor, limit: Limit) -> Finding:
     got, want = (t.detach().cpu().double() for t in (got, want))
     if got.shape != want.shape:
         return Finding(case, False, f"the result has shape {tuple(got.shape)}, not {tuple(want.shape)}")
-    if not got.isfinite().all():
-        return Finding(case, False, f"{int((~got.isfinite()).sum())} elements are NaN or Inf")
+    for what, result in (("", got), (" of what is right", want)):
+        if not result.isfinite().all():
+            return Finding(case, False, f"{int((~result.isfinite()).sum())} elements{what} are NaN or Inf")
     if not want.numel():
         return Finding(case, True)
     every = want.norm() / want.numel() ** 0.5
@@ -55,7 +56,8 @@ def compare(case: str, got: Tensor, want: Tensor, limit: Limit) -> Finding:
 
 
 def same_bits(case: str, *results: Tensor) -> Finding:
-    """Whether results of the same call are equal to the bit."""
-    different = [i for i, result in enumerate(results) if not torch.equal(result, results[0])]
+    """Whether results of the same call are equal to the bit, but for the sign of zeros."""
+    like_first = [result.dtype == results[0].dtype and torch.equal(result, results[0]) for result in results]
+    different = [i for i, equal in enumerate(like_first) if not equal]
     why = f"calls {different} of {len(results)} gave other bits than the first" if different else ""
     return Finding(case, not different, why)

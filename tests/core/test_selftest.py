@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_nvfp4 import NVFP4Experts
 from moe_nvfp4.cli import main
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.selftest import cases, report, run
@@ -64,10 +65,20 @@ def test_what_is_no_result_at_all():
     want, limit = torch.ones(2, 3), Limit(1.0, 1.0)
     assert "shape" in compare("", torch.ones(3, 2), want, limit).why
     for bad in (torch.nan, torch.inf):
-        assert compare("", torch.tensor([[1, 1, 1], [1, bad, 1]]), want, limit).right is False
+        nothing = torch.tensor([[1, 1, 1], [1, bad, 1]])
+        assert compare("", nothing, want, limit).right is compare("", want, nothing, limit).right is False
     assert compare("", torch.zeros(2, 3), want, Limit(0.5, 2.0)).right is False
     assert compare("", torch.ones(0, 3), torch.ones(0, 3), limit).right
     assert same_bits("", want, want.clone()).right and not same_bits("", want, want, want + 1e-7).right
+    assert not same_bits("", want, want.half()).right
+
+
+def test_the_dtype_of_a_result(monkeypatch):
+    here, forward = cases.place("reference", "cpu", True), NVFP4Experts.forward
+    case = next(cases.gates(here))
+    assert case.check(here).right
+    monkeypatch.setattr(NVFP4Experts, "forward", lambda *args: forward(*args).float())
+    assert case.check(here).why == "the result is float32, not bfloat16, as x is"
 
 
 # ---- this machine --------------------------------------------------------------------------------
