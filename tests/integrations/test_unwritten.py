@@ -1,5 +1,6 @@
 """MXFP4 and FP8 folders load as NVFP4: the model that `moe-nvfp4 quantize` and from_pretrained give, bit for bit."""
 
+import contextlib
 import pickle
 import sys
 import types
