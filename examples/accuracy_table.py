@@ -29,7 +29,7 @@ from moe_nvfp4.cli.compare import LABELS
 from moe_nvfp4.demo import demo_path
 from moe_nvfp4.evaluate import Metrics, evaluate
 from moe_nvfp4.integrations.huggingface import set_activations, swap_experts
-from moe_nvfp4.integrations.huggingface.calibration import dense_modules, in_batches
+from moe_nvfp4.integrations.huggingface.calibration import cut, dense_modules, in_batches
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout, dense_experts, describe, own_gate
 from moe_nvfp4.integrations.huggingface.statistics import watch
 
@@ -126,8 +126,21 @@ def recipes_of(calibrations: dict[str, Tensor]) -> Iterator[tuple[str, str, dict
 
 
 def windows_of(file: Path, tokenizer, count: int, window: int) -> Tensor:
-    ids = tokenizer(file.read_text(errors="replace"), return_tensors="pt").input_ids[0]
-    return ids[: min(count, len(ids) // window) * window].view(-1, window)
+    """The first whole windows of a text, at most `count`: [n, window]. As in `compare`, each begins with BOS where the
+    tokenizer begins a text with it. ValueError if the text has none."""
+    pieces = cut(tokenizer, file.read_text("utf-8", errors="replace"), window)[:count]
+    whole = [ids for ids in pieces if len(ids) == window]
+    if not whole:
+        raise ValueError(f"{file} has {sum(map(len, pieces))} tokens, fewer than a window of {window}")
+    return torch.stack(whole)
+
+
+def by_name(files: list[Path]) -> dict[str, Path]:
+    """Files by what the table calls them. ValueError for two of one name."""
+    found = {file.stem: file for file in files}
+    if len(found) < len(files):
+        raise ValueError(f"{', '.join(map(str, files))}: two have one name, and the table would have one row for both")
+    return found
 
 
 def main() -> None:
@@ -148,10 +161,10 @@ def main() -> None:
     source = demo_path() if args.model == "demo" else args.model
     tokenizer = AutoTokenizer.from_pretrained(source)
     original = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, args.dtype)).to(args.device).eval()
-    cut: Callable[[Path, int], Tensor] = lambda file, count: windows_of(file, tokenizer, count, args.window)
-    texts = {file.stem: cut(file, args.windows).to(args.device) for file in args.text}
-    first, *others = args.calibration
-    calibrations = {first.stem: cut(first, max(LENGTHS))} | {file.stem: cut(file, 32) for file in others}
+    windows: Callable[[Path, int], Tensor] = lambda file, count: windows_of(file, tokenizer, count, args.window)
+    texts = {name: windows(file, args.windows).to(args.device) for name, file in by_name(args.text).items()}
+    files = by_name(args.calibration).items()
+    calibrations = {name: windows(file, 32 if i else max(LENGTHS)) for i, (name, file) in enumerate(files)}
 
     print(
         f"{'':34s}{'mean KL':>9s}{'95 %':>16s}{'median':>8s}{'trimmed':>8s}{'top-1':>7s}{'routing':>8s}  "
@@ -168,10 +181,10 @@ def main() -> None:
         set_activations(model, activations)
         found = {text: judge(original, model, windows) for text, windows in texts.items()}
         kls = torch.cat([metrics.kls for metrics, _ in found.values()])
-        windows = sum((metrics.windows for metrics, _ in found.values()), ())
-        whole = Metrics(len(kls), 0.0, kls.mean().item(), 0.0, kls, windows)
-        top1 = sum(metrics.top1 for metrics, _ in found.values()) / len(found)
-        changed = sum(share for _, share in found.values()) / len(found)
+        lengths = sum((metrics.windows for metrics, _ in found.values()), ())
+        whole = Metrics(len(kls), 0.0, kls.mean().item(), 0.0, kls, lengths)
+        top1 = sum(metrics.top1 * metrics.tokens for metrics, _ in found.values()) / len(kls)
+        changed = sum(share * metrics.tokens for metrics, share in found.values()) / len(kls)
         interval = "{:.4f}-{:.4f}".format(*whole.kl_interval)
         print(f"{label:34s}{whole.kl:9.4f}{interval:>16s}{whole.kl_median:8.4f}{whole.kl_trimmed:8.4f}{top1:7.1%}"
               + f"{changed:8.2%}  " + "  ".join(f"{m.kl:.4f} ({m.perplexity:.2f})" for m, _ in found.values())
