@@ -88,6 +88,25 @@ class LoraModel(lora.LoraModel):
         for layer in layers:
             layer.mergeable = {*layer.mergeable, adapter}
 
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        if not merge:
+            self._as_read()
+        return super()._unload_and_optionally_merge(merge, *args, **kwargs)
+
+    def set_adapter(self, *args: Any, **kwargs: Any) -> None:
+        self._as_read()
+        super().set_adapter(*args, **kwargs)
+
+    def delete_adapter(self, *args: Any, **kwargs: Any) -> None:
+        self._as_read()
+        super().delete_adapter(*args, **kwargs)
+
+    def _as_read(self) -> None:
+        """Undo what calls have merged, which is for them only."""
+        for module in self.model.modules():
+            if isinstance(module, _Merging):
+                module.as_read()
+
     def _prepare_model(self, peft_config: LoraConfig, model: nn.Module) -> None:
         """Make target_modules="all-linear" include packed linears, which PEFT does not recognise as linears."""
         super()._prepare_model(peft_config, model)
@@ -125,6 +144,7 @@ class _Merging:
     get_base_layer: Any
     mergeable: set[str] = set()  # adapters of a `MergeableLoraConfig`
     _merged_from: tuple[list[float], list[Tensor]] = ([], [])  # what was merged while it is trained
+    _by_call = False  # whether a call merged them, and not the user
 
     def _merged(self, adapters: list[str]) -> dict[str, Tensor]:
         """The base layer's parameters, by name, with `adapters` added to their values."""
@@ -161,8 +181,24 @@ class _Merging:
         (scales, now), (old_scales, before) = self._learned(active), self._merged_from
         same = self.merged_adapters == active and scales == old_scales
         if not (same and all(map(torch.equal, now, before))) and not self._merged_again(active):
+            by_call = self._by_call or not self.merged_adapters
             self.merge(adapter_names=active)
+            self._by_call = by_call
         return active
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.as_read()
+        super()._save_to_state_dict(*args)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.as_read()
+        super()._load_from_state_dict(*args)  # type: ignore[misc]
+
+    def as_read(self) -> None:
+        """Undo what a call has merged, for all that reads the weights: after a state dict that has them merged, say, a
+        call would merge again on top. The next call merges by itself."""
+        if self._by_call:
+            self.unmerge()
 
     @torch.no_grad()
     def _merged_again(self, adapters: list[str]) -> bool:
@@ -225,6 +261,7 @@ class _Merging:
         for p in base.parameters():
             refuse_elsewhere(p, "merged with adapters")
         base.unpack()
+        self._by_call = False
         if self.mergeable.intersection(adapters):
             (name, w), (a, b) = self._matrices(), self._finite_change(adapters)
             merged = {name: merged_codes(w.codes, w.block_scales(), w.row_scales(), a, b).view_as(getattr(base, name))}
@@ -245,6 +282,7 @@ class _Merging:
     def unmerge(self) -> None:
         """Restore the bytes from before `merge`."""
         base = self.get_base_layer()
+        self._by_call = False
         if self.merged_adapters:
             base.unpack()
         while self.merged_adapters:

@@ -1,6 +1,7 @@
 """Adapters that are trained to be merged: the model in training, the merged one and its files are the same."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -132,6 +133,49 @@ def test_what_is_trained_is_what_is_merged_and_saved(tmp_path):
         PeftModel.from_pretrained(other, tmp_path / "adapter")
     with pytest.raises(NotImplementedError, match="trained to be merged .* serve that folder"):
         ExpertsAdapter(str(tmp_path / "adapter"))
+
+
+def test_state_dicts_in_training():
+    """They have the weights that the model was given, whatever a call has merged: a checkpoint that is loaded into a
+    new model goes on as the old one. After `merge_adapter` they are merged, as PEFT's are."""
+    torch.manual_seed(0)
+    model = swapped()
+    mine, other = (get_peft_model(copy.deepcopy(model), config()) for _ in range(2))
+    expected, used = logits(mine), logits(other)
+    assert relative_error(used, expected) > 0.01
+    state = copy.deepcopy(mine.state_dict())
+    for name, p in model.named_parameters():
+        (found,) = [state[key] for key in state if key.replace("base_layer.", "") == f"base_model.model.{name}"]
+        assert torch.equal(found, p), name
+    assert torch.equal(logits(mine), expected)  # which go on
+    for again in (get_peft_model(copy.deepcopy(model), config()), other, mine):
+        again.load_state_dict(state)
+        assert torch.equal(logits(again), expected)
+    mine.merge_adapter()
+    merged = mine.state_dict()
+    assert any(not torch.equal(merged[key], state[key]) for key in state)
+    assert torch.equal(logits(mine), expected)
+    mine.unmerge_adapter()
+    assert all(torch.equal(value, state[key]) for key, value in mine.state_dict().items())
+
+
+def test_what_calls_merge_is_for_them_only():
+    """`unload` gives the model as it was, `set_adapter` and `delete_adapter` do not speak of merging."""
+    torch.manual_seed(0)
+    model = swapped()
+    base, mine = logits(model), get_peft_model(copy.deepcopy(model), config())
+    mine.add_adapter("second", config())
+    expected = logits(mine)
+    assert relative_error(expected, base) > 0.01
+    assert torch.equal(logits(copy.deepcopy(mine).unload()), base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mine.set_adapter("second")
+        second = logits(mine)
+        mine.delete_adapter("default")
+    assert torch.equal(logits(mine), second) and relative_error(second, expected) > 0.01
+    mine.merge_adapter()
+    assert torch.equal(logits(mine.unload()), second)  # as with PEFT's own layers
 
 
 def test_a_graph_is_not_captured(monkeypatch):
