@@ -3,13 +3,13 @@
     device                                 W4A16                     W4A4                      linears
     CPU with a C compiler or our wheel     cpu                       cpu                       cpu
     Hopper (9.0: H100, H200)               sm90, x in bf16           sm90, x in bf16           sm90, x in bf16 (*)
-    Blackwell (10.0, 10.3: B200, B300)     sm100, x in bf16          sm100                     portable
+    Blackwell (10.0, 10.3: B200, B300)     sm100, x in bf16          sm100                     sm100 (*)
     A100, RTX 30, 40, L40S (8.0, 8.6, 8.9) sm80, x in bf16           sm80, x in bf16           sm80, x in bf16 (**)
     RTX 50, RTX PRO 6000 (12.0)            sm80, x in bf16           portable                  sm80, W4A16 (**)
     any other GPU from 8.0, with Triton    portable                  portable                  portable
     any other                              reference                 reference                 reference
 
-(*) x in fp16: portable. (**) The same for linears of less than 2^26 weights.
+(*) x in fp16: portable (on Blackwell in W4A16). (**) The same for linears of less than 2^26 weights.
 
 Each backend says what it cannot run (`Backend.unavailable`, `Backend.unsupported`), and the first of BACKENDS that has
 no objection runs. If MOE_NVFP4_BACKEND names a backend, that one runs, or the call is an error with its reason. The

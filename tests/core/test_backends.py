@@ -60,7 +60,8 @@ def test_the_device_table():
             assert chosen(GPUS[name], **changes) == ("portable" if name == "RTX 5090" else "sm80")
         assert chosen(GPUS[name], dtype=torch.float32) == "reference"
     assert chosen(GPUS["B200"]) == chosen(GPUS["B300"], fused=False) == "sm100"
-    assert chosen(GPUS["B200"], dtype=torch.float16) == chosen(GPUS["B200"], kind="linear") == "portable"
+    assert chosen(GPUS["B200"], dtype=torch.float16) == "portable"
+    assert chosen(GPUS["B200"], kind="linear") == "sm100"
     assert chosen(GPUS["H200"], kind="linear") == chosen(GPUS["H200"], kind="linear", **w4a4) == "sm90"
     assert chosen(GPUS["H200"], dtype=torch.float16) == "portable"
     assert chosen(Device("cuda", "MI300X", packages=ALL)) == "portable"

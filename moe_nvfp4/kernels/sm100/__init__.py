@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed, other_gpu
-from moe_nvfp4.weights import Matrices
+from moe_nvfp4.kernels.portable import BACKEND as portable
+from moe_nvfp4.weights import LinearWeights, Matrices
 
 
 class Blackwell(Backend):
@@ -23,8 +24,6 @@ class Blackwell(Backend):
 
     def unsupported(self, device: Device, problem: Problem) -> str | None:
         p = problem
-        if p.kind == "linear":
-            return "has no kernel for single linears yet: load them with linears='dense'"
         if p.activations == "bf16" and p.dtype != torch.bfloat16:
             name = str(p.dtype).removeprefix("torch.")
             return f"takes x in bfloat16 where activations='bf16', not {name}: run the model in bfloat16"
@@ -43,6 +42,11 @@ class Blackwell(Backend):
         from moe_nvfp4.kernels.sm100.pack import unpack
 
         return unpack(packed, *note)
+
+    def linear(self, x: Tensor, weights: LinearWeights) -> Tensor:
+        # As on Hopper: Triton's kernels read weights that a hook brings for each call as they are.
+        unprepared = weights.matrix.layout is None and "triton" in Device.of(x.device).packages
+        return (portable if unprepared else super()).linear(x, weights)
 
     def values(self, weights: Matrices) -> Matrices:
         from moe_nvfp4.kernels.sm100.pack import unpack

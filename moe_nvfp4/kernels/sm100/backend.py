@@ -8,7 +8,7 @@ order of the fp32 sums inside a GEMM and the last bits of exp in the gate:
     gemm2_combine   two kernels: the GEMM into one row per assignment, and their weighted sum
 
 `experts` does routing and all stages. GEMM 2's rows are fp32, or bf16 if they would exceed
-`EXACT_BYTES`.
+`EXACT_BYTES`. `linear` is the GEMM of a single expert, without gate and sum.
 
 bf16 rows are gathered and interleaved (`rows.InterleaveRows`) before each GEMM; in `experts`, GEMM 1 writes h
 interleaved. For few rows K is split into parts (`model.plan_gemm`): a further kernel (`SumParts`) adds up those of
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
+from moe_nvfp4.devices import capturing
 from moe_nvfp4.kernels.common.ahead import MAX_ROWS, planned_tokens
 from moe_nvfp4.kernels.common.cute import CuteKernels
 from moe_nvfp4.kernels.common.tensors import (
@@ -55,7 +56,7 @@ from moe_nvfp4.kernels.sm100.config import (
 from moe_nvfp4.kernels.sm100.model import plan_gemm
 from moe_nvfp4.kernels.sm100.pack import pack_codes, pack_sf, pad_rows, parts
 from moe_nvfp4.routing import Groups, Rows, check_ids, group_by_expert
-from moe_nvfp4.weights import ExpertWeights, Matrices
+from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Matrices
 
 ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 OUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -86,12 +87,12 @@ def quantize_rows(
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
     """h = gate(rows · w13ᵀ), as `reference.gemm1_swiglu`: NVFP4 with a static `h_scale`, else `dtype`."""
-    return _gemm1(_operand(rows, weights, groups), weights, groups, dtype, _name(dtype))
+    return _gemm1(_operand(rows, groups), weights, groups, dtype, _name(dtype))
 
 
 def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """y[t] = sum over slots j of top_k_weights[t, j] * (h · w2ᵀ), in `dtype` [T, H]; the same bits every time."""
-    return _gemm2(_operand(h, weights, groups), weights, groups, top_k_weights, dtype)
+    return _gemm2(_operand(h, groups), weights, groups, top_k_weights, dtype)
 
 
 def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
@@ -105,7 +106,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         return torch.cat([experts(rows, ids, p, w) for rows, ids, p in zip(*parts, strict=True)])
     groups, token = route(top_k_index, w.num_experts)
     if w.activations == "bf16":
-        rows = _operand(Rows(x, index=token), w, groups)
+        rows = _operand(Rows(x, index=token), groups)
         return _gemm2(_gemm1(rows, w, groups, x.dtype, "interleaved"), w, groups, top_k_weights, x.dtype)
     rows = quantize_rows(x, token, w.x_scale, groups, w.four_over_six)
     h = gemm1_swiglu(rows, w, groups, x.dtype)
@@ -135,12 +136,50 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Groups, Tensor]:
     return Groups(order, offsets, top_k, position), token
 
 
-def _operand(rows: Rows, w: ExpertWeights, groups: Groups) -> Rows:
+def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    """x [T, K] -> [T, N] in x's dtype, as `reference.linear`: a single expert's product, in natural order."""
+    w, m, T = weights, weights.matrix.stacked(), x.shape[0]
+    out, y = _name(x.dtype), x.new_empty(T, m.N)
+    if T == 0:
+        return y
+    groups = Groups(torch.empty(T, dtype=torch.int32, device=x.device), _one_group(T, x.device), 1)
+    rows = quantize_rows(x, None, w.input_scale, groups, w.four_over_six) if w.quantized else Rows(x)
+    rows, (codes, sf) = _operand(rows, groups), _operands(m)
+    K = 2 * codes.shape[-1]
+    tile, parts = _plan(rows, planned_tokens(T), (1, m.N, K, 1, out))
+    config = GemmConfig(1, m.N, K, 1, out if parts == 1 else "float32", None, _bias_name(m.bias), tile, parts)
+    sums = y if parts == 1 else _sums(rows, T, config)
+    _gemm(config, rows, groups, (codes, sf), (m.global_scale, m.global_scale), m.bias, Rows(sums))
+    if parts > 1:
+        launch(SumConfig(parts, 1, m.N, Gate("raw", gated=False), out), (sums, y, groups.offsets))
+    return y
+
+
+def _one_group(rows: int, device: torch.device) -> Tensor:
+    """The offsets of a single group, which kernels read before they wait for the launch before."""
+    if (rows, device) in _groups:
+        return _groups[rows, device]
+    offsets = torch.arange(0, rows + 1, rows, dtype=torch.int32, device=device)
+    settle(device)
+    if not capturing(device):  # else it is a part of the graph, which fills it in each replay
+        _groups[rows, device] = offsets
+    return offsets
+
+
+_groups: dict[tuple[int, torch.device], Tensor] = {}  # for good: graphs may read them
+
+
+def _operand(rows: Rows, groups: Groups) -> Rows:
     """Rows as the GEMMs read them: NVFP4, or gathered and interleaved bf16."""
-    _check(rows, w)
     if rows.is_nvfp4:
         return rows
     R, K = groups.num_rows, rows.values.shape[1]
+    if rows.values.dtype != torch.bfloat16:
+        raise NotImplementedError(
+            f"the Blackwell kernels take rows in bfloat16 or NVFP4, not {rows.values.dtype}: run the model in "
+            "bfloat16, or set MOE_NVFP4_BACKEND=reference"
+        )
+    _check_multiple_of_16(K)
     values = rows.values.new_empty(R, interleaved_width(K))
     if R:
         x, index = aligned(rows.values), groups.order if rows.index is None else rows.index
@@ -244,16 +283,6 @@ def _gemm(
     )
     launch(config, arguments)
     return out
-
-
-def _check(rows: Rows, w: ExpertWeights) -> None:
-    if not rows.is_nvfp4 and rows.values.dtype != torch.bfloat16:
-        raise NotImplementedError(
-            f"the Blackwell kernels take rows in bfloat16 or NVFP4, not {rows.values.dtype}: run the model in "
-            "bfloat16, or set MOE_NVFP4_BACKEND=reference"
-        )
-    _check_multiple_of_16(w.hidden_size)
-    _check_multiple_of_16(w.intermediate_size)
 
 
 def _check_multiple_of_16(width: int) -> None:
