@@ -149,7 +149,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m moe_nvfp4.integrations.hub", description=__doc__.splitlines()[0])
     parser.add_argument("folder", metavar="FOLDER", help="folder to make; must not exist")
     folder = parser.parse_args().folder
-    print(f"wrote {folder}: {len(write(folder))} modules")
+    try:
+        print(f"wrote {folder}: {len(write(folder))} modules")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

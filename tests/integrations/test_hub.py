@@ -154,6 +154,16 @@ def test_it_is_described(folder):
         hub.write(folder)
 
 
+def test_a_folder_that_is_there_is_an_error_of_one_line(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hub", str(folder)])
+    with pytest.raises(SystemExit) as stopped:
+        hub.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        f"error: {folder} exists: name a folder that does not, or remove it first\n"
+    )
+
+
 def test_every_kernel_is_in_it():
     """What backends import by name, at run time, is no import that a reader of the sources sees."""
     found = hub.closure(hub.STARTS)
