@@ -4,6 +4,7 @@
     python examples/benchmark_vllm.py --layers 48 --batches 1 32 256 --prompt 32 --tokens 64 --prefill 4096    # a GPU
     python examples/benchmark_vllm.py --layers 48 --engines NVFP4 Marlin --tensor-parallel 2     # two GPUs
     python examples/benchmark_vllm.py --layers 48 --engines CPU offload --batches 1 8    # experts in host memory
+    python examples/benchmark_vllm.py --engines NVFP4 --adapters 1 2 4 --batches 1 4 16  # LoRA on experts, by request
 
 The shapes are those of Qwen3-30B-A3B; on a CPU the vocabulary is small, so that experts are most of the work. On a CPU
 vLLM has no NVFP4 experts of its own; on Hopper they are Marlin's.
@@ -15,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ IN_HOST_MEMORY: dict[str, dict[str, Any]] = {
     "CPU": {"hf_overrides": {"moe_nvfp4": {"cpu_experts": "all"}}},
     "offload": {"cpu_offload_gb": 1000, "cpu_offload_params": {"experts"}},
 }
+RANK = 16  # of adapters
 GIB = 1 << 30
 
 
@@ -44,6 +47,8 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=("bf16", "Marlin", "NVFP4", "all-NVFP4", *IN_HOST_MEMORY),
                         help="NVFP4 are our experts; all-NVFP4: with 4-bit attention and head; CPU: our experts, "
                         "computed by the CPU; offload: Marlin's, which the GPU reads from host memory")  # fmt: skip
+    parser.add_argument("--adapters", type=int, nargs="+", default=[], metavar="N", help="NVFP4 with so many adapters "
+                        "of experts, of rank 16, too; each request has one, in turn")  # fmt: skip
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share each layer")
     parser.add_argument("--expert-parallel", action="store_true", help="these GPUs split the experts, not each expert")
     args = parser.parse_args()
@@ -55,6 +60,12 @@ def main() -> None:
     for name in args.engines or ("bf16", *["Marlin"] * gpu, "NVFP4"):
         print(f"starting {name}; on a GPU vLLM compiles for half a minute", file=sys.stderr, flush=True)
         engines[name] = engine(name, gpu, args)
+    folder = tempfile.TemporaryDirectory()
+    made = [adapter(Path(folder.name, str(i)), args.layers) for i in range(max(args.adapters, default=0))]
+    chosen = {f"{n} LoRA": made[:n] for n in args.adapters}
+    for name, some in chosen.items():
+        more = dict(enable_lora=True, max_loras=len(some), max_lora_rank=RANK, lora_target_modules=["experts"])
+        engines[name] = engine("NVFP4", gpu, args, more)
 
     print(f"{'':24}" + "".join(f"{name:>12}" for name in engines) + f"   tokens/s, best of {args.rounds}")
     points = [(f"decode, batch {b}", b, args.prompt, args.tokens) for b in args.batches] + [
@@ -64,12 +75,31 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(args.rounds + 1):
             for name, llm in engines.items():
-                times[name].append(seconds(llm, batch, prompt, new))
+                times[name].append(seconds(llm, batch, prompt, new, chosen.get(name, ())))
         done = batch * new if new > 1 else prompt
         print(f"{what:24}" + "".join(f"{done / min(found[1:]):12.1f}" for found in times.values()), flush=True)
 
 
-def engine(name: str, gpu: bool, args: argparse.Namespace) -> Any:
+def adapter(path: Path, layers: int) -> Path:
+    """Write an adapter of all experts, of random numbers, as PEFT does."""
+    from safetensors.torch import save_file
+
+    E, H, I = (SHAPES[key] for key in ("num_experts", "hidden_size", "moe_intermediate_size"))
+    tensors = {}
+    for i in range(layers):
+        for module, K, N in ((".base_layer", H, 2 * I), ("", I, H)):
+            for side, shape in (("A", (RANK * E, K)), ("B", (N, RANK * E))):
+                name = f"base_model.model.model.layers.{i}.mlp.experts{module}.lora_{side}.weight"
+                tensors[name] = (torch.randn(shape) / K**0.5).bfloat16()
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    said = dict(peft_type="LORA", r=RANK, lora_alpha=RANK, target_modules=[], target_parameters=["experts.gate_up_proj",
+                "experts.down_proj"])  # fmt: skip
+    (path / "adapter_config.json").write_text(json.dumps(said))
+    return path
+
+
+def engine(name: str, gpu: bool, args: argparse.Namespace, more: dict[str, Any] | None = None) -> Any:
     from transformers import Qwen3MoeConfig
     from vllm import LLM
 
@@ -95,7 +125,7 @@ def engine(name: str, gpu: bool, args: argparse.Namespace) -> Any:
         return LLM(
             folder, quantization="moe_nvfp4" if ours else None, load_format="dummy", dtype="bfloat16",
             max_model_len=longest, skip_tokenizer_init=True, enable_prefix_caching=False, **options,
-            **IN_HOST_MEMORY.get(name, {}),
+            **IN_HOST_MEMORY.get(name, {}), **(more or {}),
         )  # fmt: skip
 
 
@@ -116,13 +146,16 @@ def spread_random_weights() -> None:
     dummy_loader.initialize_dummy_weights = fill
 
 
-def seconds(llm: Any, batch: int, prompt: int, new: int) -> float:
+def seconds(llm: Any, batch: int, prompt: int, new: int, adapters: Sequence[Path] = ()) -> float:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
+    requests = [LoRARequest(path.name, i + 1, str(path)) for i, path in enumerate(adapters)]
+    chosen = [requests[i % len(requests)] for i in range(batch)] if requests else None
     prompts = [{"prompt_token_ids": [5 + (i * 37 + j * 11) % 1000 for j in range(prompt)]} for i in range(batch)]
     sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
-    llm.generate(prompts, sampling, use_tqdm=False)
+    llm.generate(prompts, sampling, use_tqdm=False, lora_request=chosen)
     return time.perf_counter() - start
 
 

@@ -100,7 +100,8 @@ def check_stage(
 ) -> None:
     """Check what a stage is given: `up` x [T, H] as "x"; `down` h [R, I] as "h", and routing weights [T, top_k].
 
-    Of both: a factor [E, K], and an adapter [E, r, K] and [E, N, r]. Raises as `check_layer`.
+    Of both: a factor [E, K], and an adapter [E, r, K] and [E, N, r], or S of them [E, S, r, K] and [E, S, N, r] where
+    groups have parts. Raises as `check_layer`.
     """
     check_groups(groups)
     w, device, R, E = weights, groups.order.device, groups.num_rows, groups.num_experts
@@ -117,9 +118,10 @@ def check_stage(
     if factor is not None:
         _check(f"{name}'s factor", factor, (E, K), ROUTER, device)
     if adapter is not None:
-        r = adapter[0].shape[1] if adapter[0].dim() == 3 else 0
-        _check(f"{name}'s adapter a", adapter[0], (E, r, K), (rows.dtype,), device)
-        _check(f"{name}'s adapter b", adapter[1], (E, N, r), (rows.dtype,), device)
+        r = adapter[0].shape[-2] if adapter[0].dim() in (3, 4) else 0
+        each = (E,) if groups.parts is None else (E, (len(groups.parts) - 1) // E)
+        _check(f"{name}'s adapter a", adapter[0], (*each, r, K), (rows.dtype,), device)
+        _check(f"{name}'s adapter b", adapter[1], (*each, N, r), (rows.dtype,), device)
     if p is not None:
         _check("top_k_weights", p, (R // groups.top_k if groups.top_k else len(p), groups.top_k), ROUTER, device)
     if amax is not None:
@@ -131,6 +133,10 @@ def check_groups(groups: Groups) -> None:
     order, offsets = groups.order, groups.offsets
     _check("order", order, (order.numel(),), _INT32, order.device)
     _check("offsets", offsets, (max(2, offsets.numel()),), _INT32, order.device)
+    if groups.parts is not None and groups.bare is not None:
+        several = max(1, groups.parts.numel() // groups.num_experts)
+        _check("parts", groups.parts, (groups.num_experts * several + 1,), _INT32, order.device)
+        _check("bare", groups.bare, (order.numel(),), (torch.bool,), order.device)
 
 
 def check_linear(x: Tensor, weights: LinearWeights) -> None:

@@ -136,16 +136,22 @@ class NVFP4Experts(ExpertsLayer):
             destination[f"{prefix}{name}_sf"] = StandIn(*rows, note.columns // 16)
 
     def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, adapters: Adapters = ((), ())
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        adapters: Adapters = ((), ()),
+        adapter: Tensor | None = None,
     ) -> Tensor:
         inputs = hidden_states, top_k_index, top_k_weights
         if not self.on_cpu or hidden_states.device == (here := self._here("down_proj").device):
-            return super().forward(*inputs, adapters)
+            return super().forward(*inputs, adapters, adapter)
         x, fused = autocast(hidden_states), self._hooks(adapters).fused
         if fused and not _wants_gradients(x, top_k_weights, *self._biases):
             y = run_beside(x, top_k_index, top_k_weights, self._number, self.meanwhile)
         else:
-            y = super().forward(*tree_map(lambda t: t.to(here), (x, *inputs[1:], adapters)))
+            there = (x, *inputs[1:], adapters, adapter)
+            y = super().forward(*tree_map(lambda t: None if t is None else t.to(here), there))
         return y.to(hidden_states)
 
 

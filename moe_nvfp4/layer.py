@@ -205,12 +205,13 @@ class ExpertsLayer(Prepared):
         x_scale, h_scale = p.get("up_proj_input_scale"), p.get("down_proj_input_scale")
         return ExpertWeights(self.gate, self.activations, w13, w2, x_scale, h_scale)
 
-    def _hooks(self, adapters: Adapters = ((), ())) -> Hooks:
+    def _hooks(self, adapters: Adapters = ((), ()), adapter: Tensor | None = None) -> Hooks:
         p = self._parameters.get
         return Hooks(
             self.own_gate if self.gate.kind == "raw" else None, self.post_expert_norm,
             p("up_proj_pre_quant_scale"), p("down_proj_pre_quant_scale"), self.observer,
             self.largest if is_quantized(self.activations) and p("down_proj_input_scale") is None else None, adapters,
+            adapter,
         )  # fmt: skip
 
     def backend(self, dtype: torch.dtype = torch.bfloat16) -> Backend:
@@ -251,9 +252,14 @@ class ExpertsLayer(Prepared):
         )
 
     def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, adapters: Adapters = ((), ())
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        adapters: Adapters = ((), ()),
+        adapter: Tensor | None = None,
     ) -> Tensor:
-        hooks, x = self._hooks(adapters), autocast(hidden_states)
+        hooks, x = self._hooks(adapters, adapter), autocast(hidden_states)
         chosen, weights = self._for_call(x.dtype, hooks.fused)
         y = run_experts(x, top_k_index, top_k_weights, weights, hooks, chosen)
         return y if x is hidden_states else y.to(hidden_states.dtype)

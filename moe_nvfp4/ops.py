@@ -157,11 +157,12 @@ class Hooks(NamedTuple):
     observe: Callable[[Tensor, Tensor], None] | None = None
     largest: Callable[[Tensor], Tensor] | None = None
     adapters: Adapters = ((), ())
+    adapter: Tensor | None = None
 
     @property
     def fused(self) -> bool:
         """Whether nothing runs between the stages, so that one call can do them all."""
-        gate, norm, x_factor, h_factor, observe, largest, adapters = self
+        gate, norm, x_factor, h_factor, observe, largest, adapters, _ = self
         if gate is not None or norm is not None or observe is not None or largest is not None:
             return False
         return x_factor is None and h_factor is None and len(adapters[0]) + len(adapters[1]) == 0
@@ -222,10 +223,11 @@ def run_experts(
     if hooks.fused:
         return named_on(backend, x.device).experts(x, ids, p, w)
 
-    own_gate, norm, x_factor, h_factor, observe, largest, adapters = hooks
+    own_gate, norm, x_factor, h_factor, observe, largest, adapters, adapter = hooks
     spec = w.spec(backend)
-    groups = group_by_expert(ids, w.num_experts)
-    sorted_ids = groups.order, groups.offsets, groups.top_k
+    several = next((a.shape[1] for some in adapters for a, _ in some if a.dim() == 4), 0)
+    groups = group_by_expert(ids, w.num_experts, adapter, several)
+    sorted_ids = groups.order, groups.offsets, groups.parts, groups.bare, groups.top_k
     # each stage gets its own bias as an argument, and the other's, since kernels take both or none
     first = w.biased(None, _frozen(b2)).tensors(), spec
     second = w.biased(_frozen(b13), None).tensors(), spec

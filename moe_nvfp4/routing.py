@@ -31,17 +31,25 @@ class Groups:
     """The assignments (token, slot) of a batch, sorted by expert. R = T * top_k rows.
 
     order    int32 [R]      row r is assignment order[r] = token * top_k + slot; stable, so rows of
-                            one expert are in token order
+                            one expert (and one adapter) are in token order
     offsets  int32 [E + 1]  expert e owns rows offsets[e] : offsets[e + 1]; rows from offsets[E] on
                             are unrouted (sentinel ids) and contribute exactly zero
     top_k    int            slots per token
     position int32 [R]      the row of each assignment (the inverse of `order`); None where not computed
+
+    Where each token has one of S adapters, or none, an expert's rows are sorted by adapter:
+
+    parts    int32 [E * S + 1]  adapter s of expert e owns rows parts[e * S + s] : parts[e * S + s + 1]; the rows
+                                without an adapter are among those of adapter 0
+    bare     bool [R]           whether a row has no adapter
     """
 
     order: Tensor
     offsets: Tensor
     top_k: int
     position: Tensor | None = None
+    parts: Tensor | None = None
+    bare: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -135,12 +143,17 @@ class Rows:
         return [self.values, self.sf, self.scale, self.index]
 
 
-def group_by_expert(top_k_index: Tensor, num_experts: int) -> Groups:
+def group_by_expert(
+    top_k_index: Tensor, num_experts: int, adapter: Tensor | None = None, num_adapters: int = 0
+) -> Groups:
     """Sort the assignments of `top_k_index` [T, top_k] (any integer dtype) by expert.
 
     Ids 0 .. num_experts-1 name an expert; `num_experts` (and -1) are the sentinels of expert
     parallelism: "not on this rank", skipped. T = 0, experts without tokens, one expert with all of
     them and the same id twice in a row of `top_k_index` are all legal.
+
+    adapter  integer [T], the adapter of each token, 0 .. num_adapters-1; any other number: none. An expert's rows are
+             then sorted by adapter, and `Groups.parts` says where.
 
     Raises TypeError for ids that are not integers, ValueError for another rank than 2 and for ids
     outside the legal range (on a GPU an assertion in the stream, so that nothing waits for it).
@@ -149,10 +162,20 @@ def group_by_expert(top_k_index: Tensor, num_experts: int) -> Groups:
     ids = top_k_index.reshape(-1).long()  # int8 and uint8 have no room for num_experts
     _check_range(ids, num_experts)
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(torch.int32)
-    sorted_ids, order = torch.sort(ids, stable=True)
-    experts = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device)
-    offsets = torch.searchsorted(sorted_ids, experts, out_int32=True)
-    return Groups(order.to(torch.int32), offsets, top_k_index.shape[1])
+    experts, top_k = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device), top_k_index.shape[1]
+    if adapter is None:
+        sorted_ids, order = torch.sort(ids, stable=True)
+        return Groups(order.to(torch.int32), torch.searchsorted(sorted_ids, experts, out_int32=True), top_k)
+    _check_adapter(adapter, num_adapters, len(top_k_index))
+    # an expert's rows without an adapter come first, as if they had number -1
+    chosen = torch.where((adapter >= 0) & (adapter < num_adapters), adapter, -1).to(torch.int32)
+    keys = (ids.view(-1, top_k) * (num_adapters + 1) + chosen[:, None] + 1).view(-1)
+    sorted_keys, order = torch.sort(keys, stable=True)
+    after = torch.arange(num_adapters, dtype=torch.int32, device=ids.device)  # of the first: that of the bare rows
+    first = experts[:, None] * (num_adapters + 1) + torch.where(after > 0, after + 1, 0)
+    parts = torch.searchsorted(sorted_keys, first.view(-1)[: num_experts * num_adapters + 1], out_int32=True)
+    bare = sorted_keys % (num_adapters + 1) == 0
+    return Groups(order.to(torch.int32), parts[::num_adapters].contiguous(), top_k, None, parts, bare)
 
 
 def check_ids(top_k_index: Tensor) -> None:
@@ -166,6 +189,14 @@ def check_ids(top_k_index: Tensor) -> None:
         raise TypeError(
             f"top_k_index must hold integer expert ids, got {top_k_index.dtype}; "
             "are top_k_index and top_k_weights swapped?"
+        )
+
+
+def _check_adapter(adapter: Tensor, num_adapters: int, tokens: int) -> None:
+    if adapter.shape != (tokens,) or adapter.dtype.is_floating_point or adapter.dtype == torch.bool or num_adapters < 1:
+        raise ValueError(
+            f"adapter must be the numbers [{tokens}] of the tokens' adapters, of at least one, got {adapter.dtype} "
+            f"{tuple(adapter.shape)} of {num_adapters}: pass -1 for a token without"
         )
 
 

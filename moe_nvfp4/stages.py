@@ -32,11 +32,12 @@ from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, Gate, Matrices
 
 SCRATCH = 1 << 29  # bytes of weights dequantized at a time; more only where 64 columns need more
+MOST_GROUPS = 1023  # that torch's grouped product takes on a GPU
 MAX_ROWS = 1 << 16  # rows of a fused layer's gradient at a time: it holds several fp32 copies of GEMM 1's output
 
 
 _EXTRAS = "Tensor? factor, Tensor? a, Tensor? b, Tensor? bias"
-_GROUPS = "Tensor order, Tensor offsets, int top_k"
+_GROUPS = "Tensor order, Tensor offsets, Tensor? parts, Tensor? bare, int top_k"
 _WAITS = (torch.Tag.cudagraph_unsafe,)  # the reference waits for the group offsets, which no CUDA graph can
 
 
@@ -44,6 +45,8 @@ class Adapter(NamedTuple):
     """A low-rank addition to one projection of every expert: y += x · Aᵀ · Bᵀ, with x as it is before AWQ's scales.
 
     a [E, r, K], b [E, N, r], floating; any factor on the addition is part of one of them.
+
+    Or S of them, a [E, S, r, K] and b [E, S, N, r], of which each token has one or none: `Groups.parts` says which.
     """
 
     a: Tensor
@@ -93,7 +96,7 @@ def sums(x: Tensor, extras: Extras, w: ExpertWeights, groups: Groups, backend: B
     z = _gemm1(x, extras.factor, replace(w, gate=Gate("raw", gated=w.gate.gated)), groups, backend, x.dtype)
     if extras.adapter is None:
         return z
-    return z.add_(low_rank(groups.gather(x), extras.adapter, groups.offsets))
+    return z.add_(low_rank(groups.gather(x), extras.adapter, groups))
 
 
 def _gemm1(
@@ -122,25 +125,29 @@ def up_gradients(
     return Gradients(groups.sum(d_rows), d_bias, d_factor, da, db)
 
 
+def _groups(order: Tensor, offsets: Tensor, parts: Tensor | None, bare: Tensor | None, top_k: int) -> Groups:
+    return Groups(order, offsets, top_k, None, parts, bare)
+
+
 def _adapter(a: Tensor | None, b: Tensor | None) -> Adapter | None:
     return None if a is None or b is None else Adapter(a.contiguous(), b.contiguous())
 
 
-def _check_up(w, x, factor, a, b, bias, order, offsets, top_k, dtype) -> None:
+def _check_up(w, x, factor, a, b, bias, order, offsets, parts, bare, top_k, dtype) -> None:
     assert w.w13.bias is None, "it is an argument of its own"
     w.w13 = w.w13._replace(bias=bias)
-    check_stage("x", x, factor, _adapter(a, b), w, Groups(order, offsets, top_k), dtype)
+    check_stage("x", x, factor, _adapter(a, b), w, _groups(order, offsets, parts, bare, top_k), dtype)
 
 
-def _fake_up(w, x, factor, a, b, bias, order, offsets, top_k, dtype):
+def _fake_up(w, x, factor, a, b, bias, order, offsets, parts, bare, top_k, dtype):
     R, N13, I = order.shape[0], w.w13.N, w.intermediate_size
     raw = w.gate.kind == "raw"
     return [x.new_empty(R, N13 if raw else I, dtype=dtype), *([] if raw or a is None else [x.new_empty(R, N13)])]
 
 
 @layer_op(f"Tensor x, {_EXTRAS}, {_GROUPS}, ScalarType dtype", "Tensor[]", _fake_up, _check_up, _WAITS)
-def up(backend, w, x, factor, a, b, bias, order, offsets, top_k, dtype):
-    groups, extras = Groups(order, offsets, top_k), Extras(factor, _adapter(a, b))
+def up(backend, w, x, factor, a, b, bias, order, offsets, parts, bare, top_k, dtype):
+    groups, extras = _groups(order, offsets, parts, bare, top_k), Extras(factor, _adapter(a, b))
     return up_rows(x, extras, w, groups, backend, dtype)
 
 
@@ -149,15 +156,14 @@ def up(backend, w, x, factor, a, b, bias, order, offsets, top_k, dtype):
     lambda w, dh, x, factor, a, b, bias, z, d_bias, *_: [
         like(t) for t in present(x, factor, a, b, bias if d_bias else None)
     ],
-    lambda w, dh, x, factor, a, b, bias, z, d_bias, order, offsets, top_k: _check_up(
-        w, x, factor, a, b, bias, order, offsets, top_k, x.dtype
-    ),
+    lambda w, dh, x, factor, a, b, bias, z, d_bias, *groups: _check_up(w, x, factor, a, b, bias, *(*groups, x.dtype)),
     _WAITS,
 )  # fmt: skip
-def up_backward(backend, w, dh, x, factor, a, b, bias, z, d_bias, order, offsets, top_k):
+def up_backward(backend, w, dh, x, factor, a, b, bias, z, d_bias, order, offsets, parts, bare, top_k):
     if not len(order):
         return [torch.zeros_like(t) for t in present(x, factor, a, b, bias if d_bias else None)]
-    groups, extras = Groups(order, offsets, top_k).with_position(), Extras(factor, _adapter(a, b))
+    groups = _groups(order, offsets, parts, bare, top_k).with_position()
+    extras = Extras(factor, _adapter(a, b))
     if z is None and w.gate.kind != "raw":
         other, readable = staged(w, x.dtype, backend)
         z = sums(x, extras, readable, groups, other)
@@ -173,12 +179,10 @@ def _remember_up(ctx, inputs, output):
 
 
 def _up_gradients(ctx, grads):
-    x, factor, a, b, bias, order, offsets, z, weights = saved(ctx, 8)
+    x, factor, a, b, bias, *groups, z, weights = saved(ctx, 10)
     d_bias = ctx.needs_input_grad[4]
-    found = up_backward(
-        grads[0], x, factor, a, b, bias, z, d_bias, order, offsets, ctx.top_k, weights, ctx.spec
-    )  # fmt: skip
-    return *spread(found, x, factor, a, b, d_bias), None, None, None, None, no_gradients(ctx, 9), None
+    found = up_backward(grads[0], x, factor, a, b, bias, z, d_bias, *groups, ctx.top_k, weights, ctx.spec)
+    return *spread(found, x, factor, a, b, d_bias), *[None] * 6, no_gradients(ctx, 11), None
 
 
 differentiate(up, _remember_up, _up_gradients)
@@ -201,7 +205,7 @@ def down_rows(
     alone = replace(groups, top_k=1)  # every slot by itself, as the only one of a token
     y = backend.gemm2_combine(rows, w, alone, torch.ones(R, 1, dtype=torch.float32, device=h.device), dtype)
     if adapter is not None:
-        y.add_(groups.slots(low_rank(h, adapter, groups.offsets)).view_as(y))
+        y.add_(groups.slots(low_rank(h, adapter, groups)).view_as(y))
     return y if p is None else combine(y, p)
 
 
@@ -267,36 +271,37 @@ def _straight(h: Tensor, amax: Tensor | None, w: ExpertWeights, groups: Groups, 
 _DOWN = f"Tensor h, Tensor? top_k_weights, Tensor? amax, {_EXTRAS}, {_GROUPS}"
 
 
-def _check_down(w, h, p, amax, factor, a, b, bias, order, offsets, top_k, dtype):
+def _check_down(w, h, p, amax, factor, a, b, bias, order, offsets, parts, bare, top_k, dtype):
     assert w.w2.bias is None, "it is an argument of its own"
     w.w2 = w.w2._replace(bias=bias)
-    check_stage("h", h, factor, _adapter(a, b), w, Groups(order, offsets, top_k), dtype, p, amax)
+    check_stage("h", h, factor, _adapter(a, b), w, _groups(order, offsets, parts, bare, top_k), dtype, p, amax)
 
 
-def _fake_down(w, h, p, amax, factor, a, b, bias, order, offsets, top_k, dtype):
+def _fake_down(w, h, p, amax, factor, a, b, bias, order, offsets, parts, bare, top_k, dtype):
     return h.new_empty(order.shape[0] if p is None else p.shape[0], w.hidden_size, dtype=dtype)
 
 
 @layer_op(f"{_DOWN}, ScalarType dtype", "Tensor", _fake_down, _check_down, _WAITS)
-def down(backend, w, h, top_k_weights, amax, factor, a, b, bias, order, offsets, top_k, dtype):
-    extras = Extras(factor, _adapter(a, b), amax)
-    return down_rows(h, top_k_weights, extras, w, Groups(order, offsets, top_k), backend, dtype)
+def down(backend, w, h, top_k_weights, amax, factor, a, b, bias, order, offsets, parts, bare, top_k, dtype):
+    groups, extras = _groups(order, offsets, parts, bare, top_k), Extras(factor, _adapter(a, b), amax)
+    return down_rows(h, top_k_weights, extras, w, groups, backend, dtype)
 
 
 @layer_op(
     f"Tensor dy, {_DOWN}, bool d_bias", "Tensor[]",
-    lambda w, dy, h, p, amax, factor, a, b, bias, order, offsets, top_k, d_bias: [
-        like(t) for t in present(h, p, factor, a, b, bias if d_bias else None)
+    lambda w, dy, h, p, amax, factor, a, b, bias, *rest: [
+        like(t) for t in present(h, p, factor, a, b, bias if rest[-1] else None)
     ],
-    lambda w, dy, h, p, amax, factor, a, b, bias, order, offsets, top_k, d_bias: _check_down(
-        w, h, p, amax, factor, a, b, bias, order, offsets, top_k, dy.dtype
-    ),
+    lambda w, dy, *given: _check_down(w, *(*given[:-1], dy.dtype)),
     _WAITS,
 )  # fmt: skip
-def down_backward(backend, w, dy, h, top_k_weights, amax, factor, a, b, bias, order, offsets, top_k, d_bias):
+def down_backward(
+    backend, w, dy, h, top_k_weights, amax, factor, a, b, bias, order, offsets, parts, bare, top_k, d_bias
+):  # fmt: skip
     if not len(order):
         return [torch.zeros_like(t) for t in present(h, top_k_weights, factor, a, b, bias if d_bias else None)]
-    groups, extras = Groups(order, offsets, top_k).with_position(), Extras(factor, _adapter(a, b), amax)
+    groups = _groups(order, offsets, parts, bare, top_k).with_position()
+    extras = Extras(factor, _adapter(a, b), amax)
     found, dp = down_gradients(dy, h, top_k_weights, extras, w, groups, backend, d_bias)
     return [t.to(like.dtype) for t, like in zip(
         present(found.rows, dp, found.factor, found.a, found.b, found.bias),
@@ -310,13 +315,11 @@ def _remember_down(ctx, inputs, output):
 
 
 def _down_gradients(ctx, dy):
-    h, p, amax, factor, a, b, bias, order, offsets, weights = saved(ctx, 9)
+    h, p, amax, factor, a, b, bias, *groups, weights = saved(ctx, 11)
     d_bias = ctx.needs_input_grad[6]
-    found = down_backward(
-        dy, h, p, amax, factor, a, b, bias, order, offsets, ctx.top_k, d_bias, weights, ctx.spec
-    )  # fmt: skip
+    found = down_backward(dy, h, p, amax, factor, a, b, bias, *groups, ctx.top_k, d_bias, weights, ctx.spec)
     dh, dp, *rest = spread(found, h, p, factor, a, b, d_bias)
-    return dh, dp, None, *rest, None, None, None, None, no_gradients(ctx, 11), None
+    return dh, dp, None, *rest, *[None] * 6, no_gradients(ctx, 13), None
 
 
 differentiate(down, _remember_down, _down_gradients)
@@ -406,48 +409,84 @@ def _times_windows(rows: Tensor, weights: Matrices, offsets: Tensor | None, back
 
 def joined(adapters: tuple[Adapter, ...], dtype: torch.dtype) -> Adapter | tuple[None, None]:
     """The adapters of one projection as a single one, in `dtype`, with a rank that torch's grouped product accepts: a
-    multiple of 8."""
+    multiple of 8. They are added; each may be several, of which a token has one."""
     if not adapters:
         return None, None
-    a = torch.cat([adapter.a for adapter in adapters], dim=1) if len(adapters) > 1 else adapters[0].a
-    b = torch.cat([adapter.b for adapter in adapters], dim=2) if len(adapters) > 1 else adapters[0].b
-    missing = -a.shape[1] % 8
+    a = torch.cat([adapter.a for adapter in adapters], dim=-2) if len(adapters) > 1 else adapters[0].a
+    b = torch.cat([adapter.b for adapter in adapters], dim=-1) if len(adapters) > 1 else adapters[0].b
+    missing = -a.shape[-2] % 8
     if missing:
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
     return Adapter(a.to(dtype).contiguous(), b.to(dtype).contiguous())
 
 
-def low_rank(rows: Tensor, adapter: Adapter, offsets: Tensor) -> Tensor:
+class _Parts(NamedTuple):
+    """An adapter by groups of rows that share its matrices: a [G, r, K], b [G, N, r], offsets [G + 1]; and the rows
+    that have none, bool [R, 1]."""
+
+    a: Tensor
+    b: Tensor
+    offsets: Tensor
+    bare: Tensor | None
+
+    @classmethod
+    def of(cls, adapter: Adapter, groups: Groups) -> _Parts:
+        if adapter.a.dim() == 3:
+            return cls(*adapter, groups.offsets, None)
+        assert groups.parts is not None and groups.bare is not None
+        return cls(adapter.a.flatten(0, 1), adapter.b.flatten(0, 1), groups.parts, groups.bare[:, None])
+
+    def only(self, low: Tensor) -> Tensor:
+        """Rows [R, r] between the two products, zeros where there is no adapter."""
+        return low if self.bare is None else low.masked_fill_(self.bare, 0)
+
+
+def low_rank(rows: Tensor, adapter: Adapter, groups: Groups) -> Tensor:
     """What an adapter adds to a projection of rows [R, K]: [R, N]."""
-    return grouped_mm(grouped_mm(rows, adapter.a.mT, offsets), adapter.b.mT, offsets)
+    parts = _Parts.of(adapter, groups)
+    return grouped_mm(parts.only(grouped_mm(rows, parts.a.mT, parts.offsets)), parts.b.mT, parts.offsets)
 
 
 def _adapter_gradients(
     dy: Tensor, rows: Tensor, adapter: Adapter, weight: Tensor | None, groups: Groups
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dy [R, N] of an adapter's addition before it is weighted -> (that of the rows before it is weighted, da, db)."""
-    offsets = groups.offsets
+    parts = _Parts.of(adapter, groups)
     weighted = lambda t: t if weight is None else (t * weight).to(t.dtype)
-    low = grouped_mm(dy, adapter.b, offsets)
-    da = grouped_mm(weighted(low).T, rows, offsets)
-    db = grouped_mm(dy.T, weighted(grouped_mm(rows, adapter.a.mT, offsets)), offsets)
-    return grouped_mm(low, adapter.a, offsets), da, db
+    low = parts.only(grouped_mm(dy, parts.b, parts.offsets))
+    da = grouped_mm(weighted(low).T, rows, parts.offsets)
+    db = grouped_mm(dy.T, weighted(parts.only(grouped_mm(rows, parts.a.mT, parts.offsets))), parts.offsets)
+    return grouped_mm(low, parts.a, parts.offsets), da.view_as(adapter.a), db.view_as(adapter.b)
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """a [R, K] times its expert's b [E, K, N] -> [R, N]; or, expert by expert, a [K, R] times b [R, N] -> [E, K, N].
 
-    By torch's grouped product where sizes are multiples of 16 bytes, else one expert after the other.
+    By torch's grouped product where sizes are multiples of 16 bytes, else one expert after the other, as on a CPU where
+    there are fewer rows than experts.
     """
     unit, ends = 16 // a.element_size(), offsets[1:]
     if b.dim() == 3:
-        if a.shape[1] % unit == 0 == b.shape[2] % unit and len(a):
-            return F.grouped_mm(a.contiguous(), b, offs=ends)
+        few = a.device.type == "cpu" and len(a) < len(b)
+        if a.shape[1] % unit == 0 == b.shape[2] % unit and len(a) and not few:
+            return _by_torch(a.contiguous(), b, ends)
         out = a.new_zeros(a.shape[0], b.shape[2])
         for e, (first, last) in enumerate(pairwise(offsets.tolist())):
-            out[first:last] = a[first:last] @ b[e]
+            if first < last:
+                out[first:last] = a[first:last] @ b[e]
         return out
     if a.shape[0] % unit == 0 == b.shape[1] % unit and len(b):
         # for experts without rows it may leave the memory uninitialized
         return F.grouped_mm(a, b.contiguous(), offs=ends).masked_fill_((offsets.diff() == 0)[:, None, None], 0)
     return torch.stack([a[:, first:last] @ b[first:last] for first, last in pairwise(offsets.tolist())])
+
+
+def _by_torch(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_mm` in calls that have no more groups than torch takes."""
+    out = F.grouped_mm(a, b[:MOST_GROUPS], offs=ends[:MOST_GROUPS])
+    for first in range(MOST_GROUPS, len(b), MOST_GROUPS - 1):
+        # the first group of these stands for all rows before them, which have their products
+        here = slice(first - 1, first - 1 + MOST_GROUPS)
+        more, rows = F.grouped_mm(a, b[here], offs=ends[here]), torch.arange(len(a), device=a.device)
+        out = torch.where(rows[:, None] < ends[first - 1], out, more)
+    return out

@@ -10,7 +10,8 @@ FOLDER holds NVFP4 experts (ModelOpt or compressed-tensors), or bf16 ones, which
     config.py    the quantization config: which layers are ours, and which options and files are errors
     method.py    one MoE layer: its parameters and its forward
     linear.py    one linear, or several that vLLM fuses
-    adapters.py  a LoRA adapter of experts; does not import vLLM
+    adapters.py  LoRA adapters of experts; does not import vLLM
+    lora.py      those that requests choose: experts in vLLM's own LoRA
     loading.py   fills an `NVFP4Experts` from single tensors; does not import vLLM
     unwritten.py MXFP4 and FP8 files, as NVFP4; does not import vLLM
     placement.py which layers' experts stay on the CPU; does not import vLLM

@@ -1,16 +1,17 @@
-"""A LoRA adapter of experts, as PEFT writes it, beside the 4-bit weights. Does not import vLLM."""
+"""LoRA adapters of experts, as PEFT writes them, beside the 4-bit weights. Does not import vLLM."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe_nvfp4.ops import Adapter, Adapters
 
@@ -24,6 +25,114 @@ OF_EXPERTS = re.compile(
     r".*\blayers\.(?P<layer>\d+)\.(?:.*\.)?experts(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight"
 )
 LAYER = re.compile(r".*\blayers\.(\d+)\.")
+
+
+class Share(NamedTuple):
+    """What a rank has of an experts module.
+
+    sizes        E, H, I on all ranks
+    gated        whether there are rows of gate beside those of up
+    mine         the numbers of this rank's experts in the files, in order
+    tp           (rank, size) of tensor parallelism
+    interleaved  whether transformers has [E, in, out] with gate and up in turn, as gpt-oss
+    """
+
+    sizes: tuple[int, int, int]
+    gated: bool
+    mine: Sequence[int]
+    tp: tuple[int, int]
+    interleaved: bool = False
+
+
+class Pair(NamedTuple):
+    """One adapter in PEFT's form: of a parameter, A [rank * E, in] and B [out, rank * E]; of a linear, E is 1."""
+
+    A: Tensor
+    B: Tensor
+    rank: int
+    scaling: float
+
+
+def adapters_of(pairs: Iterable[Pair], share: Share, name: str) -> Adapters:
+    """The adapters fp32 of an experts module, this rank's part.
+
+    ValueError or NotImplementedError for tensors of other shapes, which are called `name`.
+    """
+    E, H, I = share.sizes
+    rows = 2 * I if share.gated else I
+    up: tuple[Adapter, ...] = ()
+    down: tuple[Adapter, ...] = ()
+    for A, B, r, scaling in pairs:
+        shapes, a_side, b_side = f"{list(A.shape)} and {list(B.shape)}", A.shape[1], B.shape[0]
+        if (a_side, b_side) not in ((H, rows), (I, H)) or A.shape[0] != E * r or B.shape[1] != E * r:
+            raise ValueError(
+                f"{name} is {shapes}, expected rank * experts = {E * r} by {H}, {rows} or by {I}, {H}: it is of "
+                "another model, or of one whose experts transformers stores transposed, which only transformers serves "
+                "(PEFT)"
+            )
+        if a_side == b_side and not share.interleaved:
+            raise NotImplementedError(f"{name} is {shapes}, which does not say what is in and what is out: serve it "
+                                      "with transformers (PEFT)")  # fmt: skip
+        a = A.float().reshape(E, r, a_side)[list(share.mine)] * scaling
+        b = B.float().reshape(b_side, r, E).permute(2, 0, 1)[list(share.mine)]
+        if (a_side, b_side) == (H, rows):
+            halves = (b[:, ::2], b[:, 1::2]) if share.interleaved else b.chunk(rows // I, dim=1)
+            up = (*up, Adapter(a, torch.cat([_part(half, 1, share) for half in halves], dim=1)))
+        else:  # the ranks' sums are added
+            down = (*down, Adapter(_part(a, 2, share), b))
+    return up, down
+
+
+def adapters_of_linears(found: Mapping[tuple[int, str], Pair], share: Share, name: str) -> Adapters:
+    """The same of linears, as PEFT writes them where each expert is a module (transformers 4): (expert, "gate", "up" or
+    "down") -> its adapter. Those of gate and up are two, whose ranks add up in the layer."""
+    _, H, I = share.sizes
+
+    def stacked(part: str, N: int, K: int) -> Adapter | None:
+        mine = [found.get((e, part)) for e in share.mine]
+        if not any(mine):
+            return None
+        r = max(pair.rank for pair in mine if pair)
+        a, b = torch.zeros(len(mine), r, K), torch.zeros(len(mine), N, r)
+        for e, pair in enumerate(mine):
+            if pair is None:
+                continue
+            if pair.A.shape != (pair.rank, K) or pair.B.shape != (N, pair.rank):
+                raise ValueError(
+                    f"{name} has for {part} of expert {share.mine[e]} {list(pair.A.shape)} and {list(pair.B.shape)}, "
+                    f"expected {[pair.rank, K]} and {[N, pair.rank]}: it is of another model"
+                )
+            a[e, : pair.rank] = pair.A.float() * pair.scaling
+            b[e, :, : pair.rank] = pair.B
+        return Adapter(a, b)
+
+    rows = I // share.tp[1]
+    up: tuple[Adapter, ...] = ()
+    for part, before, after in (("gate", 0, rows), ("up", rows if share.gated else 0, 0)):
+        if adapter := stacked(part, I, H):
+            up = (*up, Adapter(adapter.a, F.pad(_part(adapter.b, 1, share), (0, 0, before, after))))
+    down = stacked("down", H, I)
+    return up, () if down is None else (Adapter(_part(down.a, 2, share), down.b),)
+
+
+def _part(tensor: Tensor, dim: int, share: Share) -> Tensor:
+    rank, size = share.tp
+    return tensor.chunk(size, dim)[rank].contiguous()
+
+
+def check_config(said: dict[str, Any], folder: str) -> None:
+    """NotImplementedError for an adapter that is not to be served, by its config."""
+    if said.get("nvfp4_mergeable"):
+        raise NotImplementedError(
+            f"adapter {folder!r} was trained to be merged (nvfp4_mergeable), and is worth nothing beside the "
+            "weights: merge_and_unload() and save_pretrained() with PEFT, and serve that folder"
+        )
+    patterns = said.get("rank_pattern") or said.get("alpha_pattern")
+    if patterns and len(said.get("target_parameters") or ()) == 1:
+        raise NotImplementedError(
+            f"adapter {folder!r}: {patterns} of one of the experts' parameters, whose tensors do not say which one it "
+            "is: serve it with transformers (PEFT)"
+        )
 
 
 class ExpertsAdapter:
@@ -45,11 +154,7 @@ class ExpertsAdapter:
                 f"adapter {folder!r}: peft_type {said.get('peft_type')} with {more}: plain LoRA only; serve it with "
                 "transformers (PEFT)"
             )
-        if said.get("nvfp4_mergeable"):
-            raise NotImplementedError(
-                f"adapter {folder!r} was trained to be merged (nvfp4_mergeable), and is worth nothing beside the "
-                "weights: merge_and_unload() and save_pretrained() with PEFT, and serve that folder"
-            )
+        check_config(said, folder)
         self.scaling = said["lora_alpha"] / (said["r"] ** 0.5 if said.get("use_rslora") else said["r"])
         self.rank = said["r"]
         self.names: dict[int, dict[tuple[bool, str], str]] = {}  # layer -> (inner, side) -> name
@@ -58,8 +163,8 @@ class ExpertsAdapter:
                 found = OF_EXPERTS.fullmatch(name)
                 if found is None:
                     raise NotImplementedError(
-                        f"adapter {folder!r}: {name} is not of experts. vLLM serves adapters of linears (--enable-lora "
-                        "--lora-target-modules ...): save those apart, or serve with transformers (PEFT)"
+                        f"adapter {folder!r}: {name} is not of experts. vLLM serves adapters of linears and of experts "
+                        "together by request (--enable-lora), or serve it with transformers (PEFT)"
                     )
                 self.names.setdefault(int(found["layer"]), {})[found["inner"] is not None, found["side"]] = name
         if not self.names:
@@ -77,47 +182,17 @@ class ExpertsAdapter:
         """Whether it changes the experts module of this name."""
         return bool(self._names(module))
 
-    def of(
-        self, module: str, sizes: tuple[int, int, int], gated: bool, mine: Sequence[int], tp: tuple[int, int]
-    ) -> Adapters:
+    def of(self, module: str, share: Share) -> Adapters:
         """The adapters fp32 of an experts module, this rank's part; empty if the adapter does not change it.
-
-        sizes  E, H, I on all ranks
-        mine   the numbers of this rank's experts in the files, in order
-        tp     (rank, size) of tensor parallelism
 
         ValueError for tensors of other shapes.
         """
-        E, H, I = sizes
-        rows = 2 * I if gated else I
-        up: tuple[Adapter, ...] = ()
-        down: tuple[Adapter, ...] = ()
         names = self._names(module)
-        for inner in {inner for inner, _ in names}:
-            A, B = (self._tensor(names, inner, side) for side in "AB")
-            shapes, a_side, b_side = f"{list(A.shape)} and {list(B.shape)}", A.shape[1], B.shape[0]
-            if (
-                (a_side, b_side) not in ((H, rows), (I, H))
-                or A.shape[0] != E * self.rank
-                or B.shape[1] != E * self.rank
-            ):
-                raise ValueError(
-                    f"{self.file}: the adapter of {module} is {shapes}, expected rank * experts = {E * self.rank} by "
-                    f"{H}, {rows} or by {I}, {H}: it is of another model, or of one whose experts transformers stores "
-                    "transposed, which only transformers serves (PEFT)"
-                )
-            if a_side == b_side:
-                raise NotImplementedError(f"{self.file}: the adapter of {module} is {shapes}, which does not say what "
-                                          "is in and what is out: serve it with transformers (PEFT)")  # fmt: skip
-            a = A.float().reshape(E, self.rank, a_side)[list(mine)] * self.scaling
-            b = B.float().reshape(b_side, self.rank, E).permute(2, 0, 1)[list(mine)]
-            rank, size = tp
-            if (a_side, b_side) == (H, rows):
-                halves = [half.chunk(size, dim=1)[rank] for half in b.chunk(rows // I, dim=1)]
-                up = (*up, Adapter(a, torch.cat(halves, dim=1)))
-            else:  # the ranks' sums are added
-                down = (*down, Adapter(a.chunk(size, dim=2)[rank].contiguous(), b))
-        return up, down
+        pairs = [
+            Pair(*(self._tensor(names, inner, side) for side in "AB"), self.rank, self.scaling)
+            for inner in {inner for inner, _ in names}
+        ]
+        return adapters_of(pairs, share, f"{self.file}: the adapter of {module}")
 
     def _names(self, module: str) -> dict[tuple[bool, str], str]:
         """(inner, side) -> name of the tensors that change the experts module of this name."""

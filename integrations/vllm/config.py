@@ -36,9 +36,14 @@ FORM = "moe_nvfp4_from"  # the key that `convert` adds to a quantization_config,
 OPTIONS = ("activations", "recipe", "exclude", "linears", "adapter", "cpu_experts")
 
 
-def check_version() -> None:
+def version() -> tuple[int, ...]:
+    """vLLM's, of two numbers; () if it says none."""
     found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    if not found or not VERSIONS[0] <= tuple(map(int, found.groups())) <= VERSIONS[1]:
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def check_version() -> None:
+    if not VERSIONS[0] <= version() <= VERSIONS[1]:
         (a, b), (c, d) = VERSIONS
         raise ImportError(
             f"moe_nvfp4 runs in vLLM {a}.{b} to {c}.{d}, this is vLLM {vllm.__version__}: install one of those, or "

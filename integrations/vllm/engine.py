@@ -27,7 +27,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.integrations.placement import COPIED, SCRATCH
 from moe_nvfp4.integrations.vllm import NAME
-from moe_nvfp4.integrations.vllm.config import READERS
+from moe_nvfp4.integrations.vllm.config import READERS, version
 from moe_nvfp4.integrations.vllm.loading import check_folder, checked
 from moe_nvfp4.integrations.vllm.unwritten import Converted, tensors
 from moe_nvfp4.quantize.dialects.compressed_tensors import FORMAT
@@ -35,6 +35,7 @@ from moe_nvfp4.quantize.dialects.modelopt import ALGOS
 from moe_nvfp4.weights import Gate
 
 STEP_LIMIT = 7.0  # what vLLM's swiglustep kernel uses, whatever the model's config says
+BY_REQUEST = (0, 32)  # the oldest version in which requests choose adapters of experts
 OAI = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}  # what vLLM's swigluoai kernel uses, likewise
 
 
@@ -166,19 +167,16 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
             f"{name}: --all2all-backend {parallel.all2all_backend} wants experts in vLLM's own form: "
             "choose allgather_reducescatter"
         )
-    if lora is not None and (lora.target_modules is None or "experts" in lora.target_modules):
-        raise NotImplementedError(
-            f"{name}: adapters on 4-bit experts cannot be chosen by request: name the modules that adapters change, "
-            "--lora-target-modules q_proj k_proj v_proj o_proj, and give all requests one of the experts by "
-            """--hf-overrides '{"moe_nvfp4": {"adapter": "FOLDER"}}'"""
-        )
-    if adapter and layer.activation.value == "swigluoai":
-        raise NotImplementedError(
-            f"{name}: gpt-oss's adapters are of rows of gate and up in turn: serve them with transformers (PEFT)"
-        )
+    by_request = chosen_by_request()
+    if by_request:
+        _refuse_by_request(layer, adapter)
     check_reloads()
     if lora is not None:
         check_adapters()
+    if by_request:
+        from moe_nvfp4.integrations.vllm import lora as experts_with_lora
+
+        experts_with_lora.install()
     if dense and layer.activation.value == "swigluoai":
         raise NotImplementedError(
             f"{name}: vLLM copies gpt-oss's bf16 experts past every loader: moe-nvfp4 quantize SRC DST, and serve DST"
@@ -197,12 +195,61 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
         )
 
 
-def refuse_on_cpu(layer: RoutedExperts, device: torch.device, fused: bool) -> None:
+def chosen_by_request() -> bool:
+    """Whether requests choose adapters of experts."""
+    lora = get_current_vllm_config().lora_config
+    targets = None if lora is None else lora.target_modules
+    return lora is not None and (targets is None or any(name.split(".")[-1] == "experts" for name in targets))
+
+
+def _refuse_by_request(layer: RoutedExperts, adapter: bool) -> None:
+    """NotImplementedError or ValueError if requests cannot choose adapters of the experts of `layer`."""
+    config, parallel, name = get_current_vllm_config(), layer.moe_config.moe_parallel_config, layer.layer_name
+    others = "--lora-target-modules q_proj k_proj v_proj o_proj, for adapters of these"
+    if version() < BY_REQUEST:
+        raise NotImplementedError(
+            f"{name}: in vLLM {vllm.__version__} requests cannot choose adapters of 4-bit experts: install vLLM 0.32; "
+            f"or add {others}, and give all requests one of the experts by "
+            """--hf-overrides '{"moe_nvfp4": {"adapter": "FOLDER"}}'"""
+        )
+    if adapter:
+        raise ValueError(f"{name}: moe_nvfp4's adapter is for all requests, and --enable-lora lets each choose one: "
+                         f"leave out the former, or add {others}")  # fmt: skip
+    if parallel.dp_size > 1 or parallel.pcp_size > 1 or parallel.is_sequence_parallel:
+        raise NotImplementedError(
+            f"{name}: with data, context or sequence parallelism the experts see tokens of several ranks, and do not "
+            f"know which adapters these chose: use --tensor-parallel-size only, or add {others}"
+        )
+    if config.parallel_config.use_ubatching:
+        raise NotImplementedError(f"{name}: adapters of experts with --enable-dbo: leave it out, or add {others}")
+
+
+def refuse_graphs(layer: RoutedExperts, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """NotImplementedError if CUDA graphs cannot have the products of adapters with experts of these sizes."""
+    config = get_current_vllm_config()
+    if device.type != "cuda" or config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
+        return
+    major = torch.cuda.get_device_capability(device)[0]
+    if dtype != torch.bfloat16 or major not in (9, 10) or any(size % 8 for size in sizes):
+        raise NotImplementedError(
+            f"{layer.layer_name}: torch multiplies adapters of experts without waiting for the GPU, as CUDA graphs "
+            "need, in bf16, on compute capability 9.x and 10.x, with channels in multiples of 8; here are "
+            f"{dtype}, {major}.x and {' and '.join(map(str, sizes))} channels: add --enforce-eager"
+        )
+
+
+def refuse_on_cpu(layer: RoutedExperts, device: torch.device, fused: bool, by_request: bool = False) -> None:
     """NotImplementedError if the experts of `layer` cannot stay on the CPU beside x on `device`.
 
-    fused  whether its kernels compute the whole layer: else the host waits for the GPU, which CUDA graphs cannot
+    fused       whether its kernels compute the whole layer: else the host waits for the GPU, which CUDA graphs cannot
+    by_request  whether requests choose adapters of it
     """
     config = get_current_vllm_config()
+    if device.type != "cpu" and by_request:
+        raise NotImplementedError(
+            f"{layer.layer_name}: cpu_experts with adapters of experts, which are on the GPU: leave out cpu_experts, "
+            "or add --lora-target-modules q_proj k_proj v_proj o_proj, for adapters of these"
+        )
     if (ranks := config.parallel_config.world_size_across_dp) > 1:
         raise NotImplementedError(
             f"{layer.layer_name}: cpu_experts keeps whole experts beside one GPU, and this engine has {ranks} ranks: "
@@ -327,11 +374,13 @@ def check_adapters() -> None:
             used = {id(self._get_lora_layer_weights(lora_model, name)) for name in self.modules}
             left = [n for n, w in lora_model.loras.items() if id(w) not in used and _is_here(self.model, n)]
             if left and any(hasattr(module, "nvfp4") for module in self.model.modules()):
+                targets = self.lora_config.target_modules
+                why = "vLLM's model has no such modules, or none that can have adapters: is it of another model?"
+                if targets is not None:
+                    why = f"--lora-target-modules has {' '.join(targets)}. Name the missing ones, too (docs/serving.md)"
                 raise ValueError(
                     f"this LoRA adapter changes {left[0]} and others ({len(left)} in all), and would be served without "
-                    f"them: --lora-target-modules has {' '.join(self.lora_config.target_modules)}. Name the missing "
-                    "ones, too; one of experts is for all requests: "
-                    """--hf-overrides '{"moe_nvfp4": {"adapter": "FOLDER"}}' (docs/serving.md)"""
+                    f"them: {why}"
                 )
 
     LRUCacheWorkerLoRAManager._manager_cls = Manager

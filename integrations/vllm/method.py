@@ -15,7 +15,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from moe_nvfp4.experts import NVFP4Experts, serve_beside
 from moe_nvfp4.integrations.vllm import engine
-from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
+from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Share
 from moe_nvfp4.integrations.vllm.loading import OTHER, OUTSIDE, ExpertLoader, refresh
 from moe_nvfp4.integrations.vllm.placement import Placement
 from moe_nvfp4.integrations.vllm.unwritten import Converted
@@ -45,6 +45,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         self.adapter, self.placement, self.converted = adapter, placement or Placement(), converted
         self.gate, self.own_gate = engine.gate_of(layer)
         self.dialect, self.activations, self.recipe = dialect, activations, recipe
+        self.lora: Any = None  # `lora.ExpertsWithLoRA`, where requests choose adapters
 
     def create_weights(
         self,
@@ -73,16 +74,21 @@ class MoeNvfp4Method(FusedMoEMethodBase):
 
         self.new_loader, self.loader = loader, loader(torch.device("cpu") if on_cpu else self.device)
         self.number = self.placement.add(sum(p.nbytes for p in self.loader.experts.parameters()))
-        self.sizes = hidden_size, intermediate_size_per_partition * tp[1], num_experts
+        self.sizes, self.dtype = (hidden_size, intermediate_size_per_partition * tp[1], num_experts), params_dtype
+        mine = engine.experts_here(layer, num_experts)
+        interleaved = layer.activation.value == "swigluoai"  # gpt-oss
+        self.share = Share((self.moe.num_experts, *self.sizes[:2]), self.gate.gated, mine, tp, interleaved)
         self.adapters: Adapters = ((), ())
         if self.adapter is not None:
-            mine = engine.experts_here(layer, num_experts)
-            sizes = self.moe.num_experts, *self.sizes[:2]
-            found = self.adapter.of(layer.layer_name, sizes, self.gate.gated, mine, tp)
+            found = self.adapter.of(layer.layer_name, self.share)
             self.adapters = tree_map(lambda t: t.to(self.device, params_dtype), found)
+        by_request = engine.chosen_by_request()
+        if by_request or self.adapters != ((), ()):
+            channels = hidden_size, intermediate_size_per_partition
+            engine.refuse_graphs(layer, self.device, params_dtype, channels)
         self.failed = False  # whether weights were loaded again, and not all of them came
         if on_cpu:
-            engine.refuse_on_cpu(layer, self.device, self.loader.experts._hooks(self.adapters).fused)
+            engine.refuse_on_cpu(layer, self.device, self.loader.experts._hooks(self.adapters).fused, by_request)
         self.model, self.room = engine.model_class(), partial(engine.room, engine.current(), self.moe)
         engine.hide(layer, self.loader.experts)
         self.dummy, self.folder = engine.dummy_weights(), engine.model_folder()
@@ -197,6 +203,8 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             topk_ids = layer.expert_map[topk_ids]
         if layer.apply_router_weight_on_input:
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+        if self.lora is not None:
+            return self.lora.routed(x, topk_ids, topk_weights)
         return layer.nvfp4(x, topk_ids, topk_weights, self.adapters)
 
 

@@ -64,14 +64,17 @@ def arguments(op, activations, static, bias):
     spec = w.spec(layer.backend(torch.float32).name)
     if op == "experts":
         return [x, ids, p, w.w13.bias, w.w2.bias, w.biased(None, None).tensors(), spec]
-    own = [groups.order, groups.offsets, K, torch.float32]
+    several = (2,) if static else ()  # adapters of which a token has one
+    if several:
+        groups = group_by_expert(ids, E, torch.randint(-1, 2, (T,)), *several)
+    own = [groups.order, groups.offsets, groups.parts, groups.bare, K, torch.float32]
     exact = lambda *shape: torch.randint(1, 9, shape) / 8
     first = [x, exact(E, H), None, None, w.w13.bias, *own, w.biased(None, w.w2.bias).tensors(), spec]
     if op == "up":
         return first
     (h,) = torch.ops.moe_nvfp4.up(*first)
     second = w.biased(w.w13.bias, None).tensors()
-    return [h, p, None, exact(E, I), exact(E, 8, I), exact(E, H, 8), w.w2.bias, *own, second, spec]
+    return [h, p, None, exact(E, I), exact(E, *several, 8, I), exact(E, *several, H, 8), w.w2.bias, *own, second, spec]
 
 
 def tensors(args):

@@ -43,12 +43,31 @@ def test_groups_and_tiles_match_a_loop(routing, tile):
     assert count == len(naive) and set(tiles.expert.tolist()[count:]) <= {-1}
 
 
+@settings(max_examples=100, deadline=None)
+@given(routings(), st.integers(1, 4), st.data())
+def test_rows_of_an_expert_are_sorted_by_adapter(routing, S, data):
+    E, ids = routing
+    chosen = data.draw(st.lists(st.integers(-2, S + 1), min_size=len(ids), max_size=len(ids)))
+    groups = group_by_expert(ids, E, torch.tensor(chosen, dtype=torch.int64), S)
+    assert torch.equal(groups.offsets, group_by_expert(ids, E).offsets)
+    of_token = [s if 0 <= s < S else None for s in chosen]
+    flat, top_k = ids.reshape(-1).tolist(), ids.shape[1]
+    assignments = [(e, of_token[i // top_k], i) for i, e in enumerate(flat)]
+    want = [[i for e, s, i in assignments if (e, s) == (own, s_own)] for own in range(E) for s_own in [None, *range(S)]]
+    assert groups.order.tolist()[: sum(map(len, want))] == sum(want, [])
+    sizes = [len(want[e * (S + 1) + s + 1]) + (s == 0) * len(want[e * (S + 1)]) for e in range(E) for s in range(S)]
+    assert groups.parts.diff().tolist() == sizes and groups.parts[0] == 0
+    bare = [(i % (S + 1) == 0) for i, rows in enumerate(want) for _ in rows]
+    assert groups.bare.tolist()[: len(bare)] == bare
+
+
 @pytest.mark.slow
 def test_every_shape_is_static_and_compiles():
     def sizes(ids):
-        groups = group_by_expert(ids, 4)
+        groups, by_adapter = group_by_expert(ids, 4), group_by_expert(ids, 4, ids[:, 0] - 1, 2)
         tiles = groups.tiles(8)
-        return groups.order, groups.offsets, groups.expert_of_row(), tiles.expert, tiles.row
+        chosen = by_adapter.order, by_adapter.parts, by_adapter.bare
+        return groups.order, groups.offsets, groups.expert_of_row(), tiles.expert, tiles.row, *chosen
 
     compiled = torch.compile(sizes, fullgraph=True)
     for ids in ([[0, 0], [0, 0], [0, 0]], [[4, 4], [-1, 4], [4, 4]], [[0, 1], [2, 3], [1, 4]]):

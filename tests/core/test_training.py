@@ -279,6 +279,59 @@ def test_adapters_add_their_products_to_the_weights(gate, r, activations):
         assert relative_error(layer(x, ids, p), oracle(layer, x.double(), ids, p.double())) < 2e-6
 
 
+@pytest.mark.parametrize("backend", ["", "reference"])
+@pytest.mark.parametrize("r, activations", [(3, "nvfp4"), (8, "bf16")])
+def test_each_token_has_its_adapter(r, activations, backend, monkeypatch):
+    """Values and gradients in float64, token by token with its own adapter, or without. Numbers of no adapter are none;
+    routing slots of other ranks are skipped; bf16 rows and several calls of torch's product give the same."""
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", backend)
+    layer, (x, ids, p), S = random_layer(E, H, I, activations=activations), batch(torch.float32), 3
+    g = torch.Generator().manual_seed(2)
+    adapter = 5 * torch.arange(len(x)) % (S + 4) - 2
+    assert {*adapter.tolist()} == {*range(-2, S + 2)} and len(x) * ids.shape[1] > E * S
+    shapes = ((S, r, H), (S, 2 * I, r)), ((S, r, I), (S, H, r))
+    adapters = tuple((Adapter(*(torch.randn(E, *s, generator=g) * 0.1 for s in pair)),) for pair in shapes)
+    mine, theirs = (tuple((Adapter(*(leaf(t, d) for t in one)),) for (one,) in adapters)
+                    for d in (torch.float32, torch.float64))  # fmt: skip
+    a, b, a64, b64 = leaf(x, x.dtype), leaf(p, p.dtype), leaf(x), leaf(p)
+
+    def of_token(t):
+        here = 0 <= (s := int(adapter[t])) < S
+        return tuple((Adapter(*(m[:, s] for m in one)),) if here else () for (one,) in theirs)
+
+    y64 = torch.cat([oracle(layer, a64[t : t + 1], ids[t : t + 1], b64[t : t + 1], adapters=of_token(t))
+                     for t in range(len(x))])  # fmt: skip
+    y = layer(a, ids, b, mine, adapter)
+    assert relative_error(y, y64) < 2e-6
+    y.square().sum().backward()
+    y64.square().sum().backward()
+    assert relative_error(a.grad, a64.grad) < 5e-6 and relative_error(b.grad, b64.grad) < 5e-6
+    for (one,), (other,) in zip(mine, theirs, strict=True):
+        for t, t64 in zip(one, other, strict=True):
+            assert relative_error(t.grad, t64.grad) < 5e-6
+    with torch.no_grad():
+        assert torch.equal(layer(x, ids, p, mine, adapter), y)
+        half = layer(x.bfloat16(), ids, p, mine, adapter)
+        assert relative_error(half, y64) < (2e-2 if activations == "bf16" else 0.1)
+        for most in (2, E * S - 1):
+            monkeypatch.setattr(stages, "MOST_GROUPS", most)
+            assert torch.equal(layer(x.bfloat16(), ids, p, mine, adapter), half)
+
+
+def test_wrong_adapters_of_tokens_are_named():
+    layer, (x, ids, p) = random_layer(E, H, I), batch(torch.float32)
+    one, several = torch.randn(E, 8, H), torch.randn(E, 2, 8, H)
+    for a, adapter, text in (
+        (one, torch.zeros(len(x), dtype=torch.int64), "of at least one, got torch.int64 .* of 0"),
+        (several, torch.zeros(len(x)), "got torch.float32 .* of 2: pass -1 for a token without"),
+        (several, torch.zeros(len(x) + 1, dtype=torch.int64), rf"numbers \[{len(x)}\]"),
+        (several, None, r"x's adapter a has shape .*, expected"),
+    ):
+        b = torch.randn(*a.shape[:-2], 2 * I, 8)
+        with pytest.raises(ValueError, match=text):
+            layer(x, ids, p, ((Adapter(a, b),), ()), adapter)
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_adapters_without_tokens(tokens):
     """Experts that no token chose get zeros, not what the memory held."""

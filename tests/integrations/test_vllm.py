@@ -437,27 +437,40 @@ def test_names_that_ignore_lists_have():
     assert asked == ["lm_head", "model.lm_head", "lm_head"]
 
 
+ALL = SimpleNamespace(target_modules=None)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         (dict(enable_eplb=True), "EPLB"),
         (dict(use_all2all_kernels=True, all2all_backend="deepep_low_latency"), "deepep_low_latency.*allgather"),
-        (dict(lora=SimpleNamespace(target_modules=None)), "--lora-target-modules q_proj.*adapter.*FOLDER"),
-        (dict(kind="swigluoai", adapter=True), "gpt-oss's adapters.*PEFT"),
+        (
+            dict(lora=ALL, older="0.31.2"),
+            "vLLM 0.31.2 requests cannot.*vLLM 0.32.*--lora-target.*adapter.*FOLDER",
+        ),
+        (
+            dict(lora=ALL, adapter=True),
+            "is for all requests.*leave out the former, or add --lora-target",
+        ),
+        (dict(lora=SimpleNamespace(target_modules=["a.experts"]), dp_size=2), "tokens of several ranks.*--tensor-par"),
+        (dict(lora=ALL, is_sequence_parallel=True), "tokens of several ranks"),
+        (dict(lora=ALL, dbo=True), "--enable-dbo: leave it out"),
         (dict(fused=1), "shared experts fused"),
         (dict(on_input=True), "router weights on the input, with 2"),
         (dict(width=32), "100 channels.*2 ranks"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(monkeypatch, changes, text):
-    def layer(enable_eplb=False, use_all2all_kernels=False, all2all_backend="", lora=None, fused=0, on_input=False,
-              width=50, kind="silu"):  # fmt: skip
-        parallel = SimpleNamespace(enable_eplb=enable_eplb, use_all2all_kernels=use_all2all_kernels,
-                                   all2all_backend=all2all_backend, use_ag_rs_all2all_kernels=False)  # fmt: skip
+    def layer(lora=None, fused=0, on_input=False, width=50, dbo=False, **changes):
+        plain = dict(enable_eplb=False, use_all2all_kernels=False, all2all_backend="", use_ag_rs_all2all_kernels=False,
+                     dp_size=1, pcp_size=1, is_sequence_parallel=False)  # fmt: skip
+        parallel = SimpleNamespace(**plain | changes)
         moe = SimpleNamespace(moe_parallel_config=parallel, experts_per_token=2, intermediate_size=100, tp_size=2,
                               intermediate_size_per_partition=width)  # fmt: skip
-        monkeypatch.setattr(engine, "get_current_vllm_config", lambda: SimpleNamespace(lora_config=lora))
-        return SimpleNamespace(moe_config=moe, layer_name="layer", activation=SimpleNamespace(value=kind),
+        monkeypatch.setattr(engine, "get_current_vllm_config", lambda: SimpleNamespace(
+            lora_config=lora, parallel_config=SimpleNamespace(use_ubatching=dbo)))  # fmt: skip
+        return SimpleNamespace(moe_config=moe, layer_name="layer", activation=SimpleNamespace(value="silu"),
                                apply_router_weight_on_input=on_input,
                                expert_map_manager=SimpleNamespace(num_fused_shared_experts=fused))  # fmt: skip
 
@@ -465,6 +478,8 @@ def test_what_is_not_built_is_refused_by_name(monkeypatch, changes, text):
     engine.refuse(layer(lora=SimpleNamespace(target_modules=["q_proj"])))
     changes = dict(changes)
     adapter = changes.pop("adapter", False)
+    if "older" in changes:
+        monkeypatch.setattr(vllm, "__version__", changes.pop("older"))
     with pytest.raises((NotImplementedError, ValueError), match=f"layer: .*{text}"):
         engine.refuse(layer(**changes), adapter=adapter)
 

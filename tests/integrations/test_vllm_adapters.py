@@ -1,13 +1,16 @@
-"""A LoRA adapter of experts in vLLM: one for all requests answers as PEFT's does under transformers."""
+"""LoRA adapters of experts in vLLM, one for all requests or one that each chooses: they answer as PEFT's under
+transformers."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
-from tests.models import folder, load, qwen3_moe, tensors
+from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Pair, Share, adapters_of_linears
+from tests.folders import change_config
+from tests.models import folder, gpt_oss, load, qwen3_moe, tensors
 
 pytest.importorskip("peft")
 E, H, I, R = 8, 128, 96, 4
@@ -22,16 +25,41 @@ def model(tmp_path_factory):
     root = tmp_path_factory.mktemp("adapters")
     folder(root, lambda: qwen3_moe(E, I, head_dim=32, hidden_size=H))
     for name, parameters, more in (("both", BOTH, {}), ("down", BOTH[1:], {"use_rslora": True}),
-                                   ("attention", BOTH, {"target_modules": ["q_proj"]})):  # fmt: skip
+                                   ("attention", BOTH, {"target_modules": ["q_proj"]}), ("more", BOTH, {"r": 11}),
+                                   ("wide", BOTH, {"r": 16})):  # fmt: skip
         config = LoraConfig(**{"r": R, "lora_alpha": 6, "target_modules": [], "target_parameters": parameters,
                                "init_lora_weights": False} | more)  # fmt: skip
         get_peft_model(load(root / "bf16", torch.float32), config).save_pretrained(root / name)
+    for name in ("both", "wide"):  # as PEFT writes it where experts are modules
+        changed(root, root / f"{name} single", by_expert, of=name, target_modules=["gate_proj", "up_proj", "down_proj"])
     return root
+
+
+def also(files, module):
+    """Add an adapter of another module."""
+    for side in "AB":
+        name = f"base_model.model.{{}}.lora_{side}.weight"
+        files[name.format(module)] = files[name.format("model.layers.1.mlp.experts")].clone()
+
+
+def by_expert(files, experts=E):
+    """Adapters of stacks -> the same of each expert's linears, of which gate and up have the same A."""
+    for stack in [name.removesuffix(".lora_A.weight") for name in files if "experts" in name and "lora_A" in name]:
+        A, B = files.pop(f"{stack}.lora_A.weight"), files.pop(f"{stack}.lora_B.weight")
+        r = len(A) // E
+        A, B = A.view(E, r, -1), B.view(len(B), r, E).permute(2, 0, 1)
+        for e in range(experts):
+            a, b = A[e % E], B[e % E]
+            inner = stack.endswith(".base_layer")
+            parts = zip(("gate_proj", "up_proj"), b.chunk(2), strict=True) if inner else [("down_proj", b)]
+            for part, rows in parts:
+                name = f"{stack.removesuffix('.base_layer')}.{e}.{part}"
+                files |= {f"{name}.lora_A.weight": a.clone(), f"{name}.lora_B.weight": rows.clone()}
 
 
 def whole(adapter, layer=1, **changes):
     given = {"sizes": (E, H, I), "gated": True, "mine": range(E), "tp": (0, 1)} | changes
-    return adapter.of(f"model.layers.{layer}.mlp.experts", **given)
+    return adapter.of(f"model.layers.{layer}.mlp.experts", Share(**given))
 
 
 def products(adapters):
@@ -56,6 +84,25 @@ def test_what_it_adds_is_what_peft_adds(model):
             assert torch.allclose(found[key][0].float(), delta.float(), atol=1e-6, rtol=1e-5), key
 
 
+@pytest.mark.parametrize("intermediate", [48, 64])  # the latter is H too
+def test_gpt_oss_alternates_rows(tmp_path, intermediate):
+    from peft import LoraConfig, get_peft_model
+
+    small, experts = gpt_oss(intermediate=intermediate), "model.layers.1.mlp.experts"
+    config = LoraConfig(r=R, target_modules=[], target_parameters=BOTH, init_lora_weights=False)
+    peft = get_peft_model(small, config)
+    peft.save_pretrained(tmp_path)
+    wrapped, want = peft.base_model.model.get_submodule(experts), {}
+    while hasattr(wrapped, "parameter_name"):
+        want[wrapped.parameter_name] = wrapped.get_delta_weight("default").mT
+        wrapped = wrapped.base_layer
+    sizes = 4, small.config.hidden_size, intermediate
+    (up,), (down,) = products(ExpertsAdapter(str(tmp_path)).of(experts, Share(sizes, True, range(4), (0, 1), True)))
+    gate_and_up = [want["gate_up_proj"][:, first::2] for first in range(2)]
+    assert torch.allclose(up.float(), torch.cat(gate_and_up, dim=1), atol=1e-6, rtol=1e-5)
+    assert torch.allclose(down.float(), want["down_proj"], atol=1e-6, rtol=1e-5)
+
+
 def test_parts_of_ranks(model):
     """Channels of each expert, and some of the experts: their sums are parts of the whole's."""
     adapter = ExpertsAdapter(str(model / "both"))
@@ -70,9 +117,9 @@ def test_parts_of_ranks(model):
     assert adapter.changes("model.layers.1.mlp.experts") and not adapter.changes("model.layers.7.mlp.experts")
 
 
-def changed(model, path, change, **said):
+def changed(model, path, change, of="both", **said):
     path.mkdir()
-    files, config = tensors(model / "both"), json.loads((model / "both/adapter_config.json").read_text())
+    files, config = tensors(model / of), json.loads((model / of / "adapter_config.json").read_text())
     change(files)
     save_file(files, path / "adapter_model.safetensors")
     (path / "adapter_config.json").write_text(json.dumps(config | said))
@@ -117,27 +164,180 @@ def test_other_adapters_are_named(model, tmp_path):
         whole(ExpertsAdapter(path), sizes=(E, H, H // 2))
 
 
+def test_linears_of_experts_that_are_modules():
+    """What each expert's three linears add, with ranks of their own, or none; and the parts of ranks."""
+    g = torch.Generator().manual_seed(0)
+    sides, found, want = {"gate": (I, H), "up": (I, H), "down": (H, I)}, {}, {}
+    for e in range(E):
+        for part, (N, K) in sides.items():
+            want[e, part] = torch.zeros(N, K, dtype=torch.float64)
+            if e != 3 and (e, part) != (5, "up"):
+                r = 1 + (e + len(part)) % 3
+                A, B = torch.randn(r, K, generator=g), torch.randn(N, r, generator=g)
+                found[e, part] = Pair(A, B, r, 0.5 + e)
+                want[e, part] = (0.5 + e) * B.double() @ A.double()
+
+    def check(mine, rank, size):
+        up, down = adapters_of_linears(found, Share((E, H, I), True, mine, (rank, size)), "the adapter")
+        up, (down,) = sum(products([up])[0]), products([down])[0]
+        for i, e in enumerate(mine):
+            halves = [want[e, part].chunk(size)[rank] for part in ("gate", "up")]
+            assert torch.allclose(up[i], torch.cat(halves), rtol=1e-6, atol=1e-5)
+            assert torch.allclose(down[i], want[e, "down"].chunk(size, dim=1)[rank], rtol=1e-6, atol=1e-5)
+
+    check(range(E), 0, 1), check([5, 3], 0, 1), check(range(E), 1, 2)
+    share = Share((E, H, I), False, range(E), (0, 1))
+    up, down = adapters_of_linears({(2, "up"): found[2, "up"]}, share, "the adapter")
+    assert down == () and torch.allclose(products([up])[0][0][2], want[2, "up"], rtol=1e-6, atol=1e-5)
+    with pytest.raises(ValueError, match="the adapter has for up of expert 2 .*expected .*of another model"):
+        adapters_of_linears({(2, "up"): found[2, "down"]}, share, "the adapter")
+
+
 # ---------------------------------------------------------------- in vLLM
-def test_answers(model, tmp_path):
-    """As PEFT's: on an NVFP4 folder, on bf16 experts quantized as they load, and on two ranks that split experts'
-    channels or the experts. Without the adapter they are others."""
+FEW = {"enable_lora": True, "max_lora_rank": 16}
+ON_EXPERTS = FEW | {"lora_target_modules": ["experts", "q_proj"]}
+
+
+@pytest.fixture(scope="module")
+def nvfp4(model):
+    """The same model in NVFP4."""
     pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
     from moe_nvfp4.quantize.convert import convert_checkpoint
-    from tests.integrations.test_vllm import by_transformers, same
+
+    convert_checkpoint(model / "bf16", model / "nvfp4", progress=False)
+    return model / "nvfp4"
+
+
+@pytest.fixture(scope="module")
+def by_peft(model, nvfp4):
+    """Prompt by prompt, with the adapter of each, what transformers with PEFT answers."""
+    from tests.integrations.test_vllm import by_transformers
+
+    answers = cache(lambda name: by_transformers(nvfp4, adapter=name and model / name))
+    return lambda names: [[answers(name)[i][n] for n, name in enumerate(names)] for i in range(2)]
+
+
+def test_answers(model, nvfp4, by_peft, tmp_path):
+    """As PEFT's: on an NVFP4 folder, on bf16 experts quantized as they load, and on two ranks that split experts'
+    channels or the experts: one adapter for all requests, and one that each chooses. Without they are others."""
+    from tests.integrations.test_vllm import same
     from tests.integrations.vllm_engine import generate, on_two_ranks
 
-    convert_checkpoint(model / "bf16", tmp_path / "nvfp4", progress=False)
     options = {"hf_overrides": {"moe_nvfp4": {"adapter": str(model / "both")}}}
-    want = by_transformers(tmp_path / "nvfp4", adapter=model / "both")
-    same(generate(tmp_path / "nvfp4", **options), want)
+    want = by_peft(["both"] * 8)
+    same(generate(nvfp4, **options), want)
     same(generate(model / "bf16", quantization="moe_nvfp4", **options), want)
     with pytest.raises(AssertionError):
-        same(generate(tmp_path / "nvfp4"), want, prompts=1)
-    two = options | {"tensor_parallel_size": 2}
+        same(generate(nvfp4), want, prompts=1)
+    names = ["both", None, "down", "both", "more", None, "more", "down"]
+    chosen = {"adapters": [name and str(model / name) for name in names], "max_loras": 3, **ON_EXPERTS}
+    two, by_request = {"tensor_parallel_size": 2}, by_peft(names)
     forms = {
-        "tensors": (tmp_path / "nvfp4", two),
-        "experts": (tmp_path / "nvfp4", two | {"enable_expert_parallel": True}),
+        "tensors": (options | two, want),
+        "tensors by request": (chosen | two, by_request),
+        "experts by request": (chosen | two | {"enable_expert_parallel": True}, by_request),
     }
-    for ranks in on_two_ranks(forms, tmp_path).values():
-        for found in ranks:
-            same(found, want)
+    ranks = on_two_ranks({form: (nvfp4, given) for form, (given, _) in forms.items()}, tmp_path)
+    for form, found in ranks.items():
+        for one in found:
+            same(one, forms[form][1])
+
+
+def test_each_request_chooses(model, nvfp4, by_peft, tmp_path, monkeypatch):
+    """Several adapters and none in one batch; more adapters than slots; one with linears; another under the number of
+    one before; and adapters that do not fit are refused by name, without harm to others."""
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+    from tests.integrations.test_vllm import same
+    from tests.integrations.vllm_engine import ask, engine, lora
+
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "lora_skip_prefixes", ["mtp."])  # as Nemotron-H has
+    llm = engine(nvfp4, max_loras=2, max_cpu_loras=3, **ON_EXPERTS)
+    choose = lambda names: ask(llm, adapters=[name and model / name for name in names])
+    for names in (
+        ["both", None, "more", "both", None, "more", "more", "both"],
+        [None] * 8,
+        ["down", "both", "more", "both single", "down", "both", "more", "both single"],
+        ["attention", "both", "attention", "more", "attention", "both single", "attention", "attention"],
+    ):
+        same(choose(names), by_peft(["both" if name == "both single" else name for name in names]))
+    refused = {
+        "mergeable": (SAME, {"nvfp4_mergeable": True}, "trained to be merged"),
+        "pattern": (SAME, {"alpha_pattern": {"x": 2}, "target_parameters": BOTH[:1]}, "do not say which one"),
+        "side": (lambda files: files.pop(A), {}, "has lora_A or lora_B only"),
+        "wide": (lambda files: files.update({A: files[A][:, :-1].clone()}), {}, "of another model"),
+        "layers": (lambda files: also(files, "model.layers.7.mlp.experts"), {}, r"layers\.7\S* and others"),
+        "draft": (lambda files: also(files, "mtp.q_proj"), {}, r"mtp\.q_proj and others"),
+        "singles": (lambda files: by_expert(files, 9), {}, r"received.*experts\.8\.gate_proj"),
+    }
+    llm.llm_engine.add_lora(lora(model / "more"))
+    for name, (change, said, text) in refused.items():
+        with pytest.raises((ValueError, NotImplementedError), match=text):
+            llm.llm_engine.add_lora(lora(changed(model, tmp_path / name, change, **said)))
+    with pytest.raises(ValueError, match=r"rank 32 .*more than 16: raise --max-lora-rank"):
+        llm.llm_engine.add_lora(lora(model / "wide single"))
+    number = lora(model / "both").lora_int_id
+    llm.llm_engine.remove_lora(number)
+    llm.llm_engine.add_lora(lora(model / "more", number))
+    same(choose(["both"] * 8), by_peft(["more"] * 8))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def test_all_modules_may_have_adapters(model, nvfp4, by_peft):
+    """Without --lora-target-modules the head may, too: vLLM then has no log-probabilities of prompts on a CPU."""
+    from vllm import SamplingParams
+
+    from tests.integrations.vllm_engine import NEW, PROMPTS, engine, lora
+
+    llm = engine(nvfp4, max_loras=5, **FEW)  # on a CPU linears give a request without an adapter the last slot's
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    for names in [None] * 8, ["both", None, "attention", "more", "both", None, "more", "down"]:
+        requests = [name and lora(model / name) for name in names]
+        prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+        outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=requests)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == by_peft(names)[0]
+    assert sum(map(list.__ne__, by_peft([None] * 8)[0], by_peft(names)[0])) == 6
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize("form", ["W4A4", "gpt-oss"])
+def test_other_forms(model, nvfp4, tmp_path, form):
+    """Rows that W4A4 quantizes meet adapters as they are; gpt-oss has gate and up in turn, and biases."""
+    from peft import LoraConfig, get_peft_model
+
+    from moe_nvfp4.quantize.convert import convert_checkpoint
+    from moe_nvfp4.quantize.options import Options
+    from tests.integrations.test_vllm import MOST, YARN, by_transformers, same
+    from tests.integrations.vllm_engine import generate
+
+    bf16, adapter = model / "bf16", model / "both"
+    if form == "gpt-oss":
+        small = dict(intermediate=64, head_dim=32, hidden_size=H)
+        bf16, adapter = folder(tmp_path, lambda: gpt_oss(**small)), tmp_path / "both"
+        change_config(bf16, rope_parameters=YARN)
+        config = LoraConfig(r=R, target_modules=[], target_parameters=BOTH, init_lora_weights=False)
+        get_peft_model(load(bf16, torch.float32), config).save_pretrained(adapter)
+    convert_checkpoint(bf16, tmp_path / "nvfp4", Options(activations="nvfp4" if form == "W4A4" else "bf16"))
+    found = generate(tmp_path / "nvfp4", adapters=[adapter, None] * 4, **ON_EXPERTS)
+    for first, chosen in enumerate((adapter, None)):
+        want = by_transformers(tmp_path / "nvfp4", adapter=chosen)
+        mine = [[each[first::2] for each in answers] for answers in (found, want)]
+        same(*mine, prompts=MOST // 2 if form == "W4A4" else 4)
+
+
+def test_new_weights_under_adapters(model, nvfp4, tmp_path):
+    """Adapters stay as they are."""
+    from moe_nvfp4.quantize.convert import convert_checkpoint
+    from tests.integrations.test_vllm import by_transformers, same
+    from tests.integrations.vllm_engine import generate
+
+    (tmp_path / "bf16").mkdir()
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / "bf16" / name).write_bytes((model / "bf16" / name).read_bytes())
+    g = torch.Generator().manual_seed(1)
+    files = {n: t if t.dim() < 2 else (torch.randn(t.shape, generator=g) * t.float().std()).to(t.dtype)
+             for n, t in tensors(model / "bf16").items()}  # fmt: skip
+    save_file(files, tmp_path / "bf16" / "model.safetensors", {"format": "pt"})
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", progress=False)
+    found = generate(nvfp4, again=tmp_path / "nvfp4", adapters=[model / "both"] * 8, **ON_EXPERTS)
+    same(found, by_transformers(tmp_path / "nvfp4", adapter=model / "both"))

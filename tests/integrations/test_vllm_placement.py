@@ -188,24 +188,53 @@ def test_auto_needs_a_gpu_and_a_number_its_layers(nvfp4):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "graphs", "device", "fused", "text"),
+    ("ranks", "graphs", "device", "fused", "by_request", "text"),
     [
-        (2, False, "cpu", True, "beside one GPU, and this engine has 2 ranks: leave out cpu_experts"),
-        (2, True, "cuda", True, "this engine has 2 ranks"),
-        (1, True, "cuda", False, "adapter of experts, or a gate .*add --enforce-eager"),
-        (1, False, "cuda", False, None),
-        (1, True, "cuda", True, None),
-        (1, True, "cpu", False, None),
+        (2, False, "cpu", True, False, "beside one GPU, and this engine has 2 ranks: leave out cpu_experts"),
+        (2, True, "cuda", True, False, "this engine has 2 ranks"),
+        (1, True, "cuda", False, False, "adapter of experts, or a gate .*add --enforce-eager"),
+        (1, False, "cuda", True, True, "adapters of experts, which are on the GPU: leave out cpu_experts, or .*q_proj"),
+        (1, False, "cuda", False, False, None),
+        (1, True, "cuda", True, False, None),
+        (1, True, "cpu", False, False, None),
+        (1, True, "cpu", True, True, None),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(monkeypatch, ranks, graphs, device, fused, text):
+def test_what_cannot_run_is_refused_by_name(monkeypatch, ranks, graphs, device, fused, by_request, text):
     from vllm.config import CUDAGraphMode
 
     mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.NONE
     monkeypatch.setattr(engine, "get_current_vllm_config", lambda: SimpleNamespace(
         parallel_config=SimpleNamespace(world_size_across_dp=ranks),
         compilation_config=SimpleNamespace(cudagraph_mode=mode)))  # fmt: skip
-    refuse = lambda: engine.refuse_on_cpu(SimpleNamespace(layer_name="layer"), torch.device(device), fused)
+    layer = SimpleNamespace(layer_name="layer")
+    refuse = lambda: engine.refuse_on_cpu(layer, torch.device(device), fused, by_request)
+    if text is None:
+        return refuse()
+    with pytest.raises(NotImplementedError, match=f"layer: .*{text}"):
+        refuse()
+
+
+@pytest.mark.parametrize(
+    ("device", "graphs", "dtype", "capability", "sizes", "text"),
+    [
+        ("cuda", True, torch.float16, (9, 0), (64, 32), "in bf16.*here are torch.float16, 9.x and 64 and 32 channels"),
+        ("cuda", True, torch.bfloat16, (8, 0), (64, 32), "8.x and 64 and 32 channels: add --enforce-eager"),
+        ("cuda", True, torch.bfloat16, (12, 0), (64, 32), "12.x"),
+        ("cuda", True, torch.bfloat16, (9, 0), (64, 36), "64 and 36 channels"),
+        ("cuda", True, torch.bfloat16, (10, 0), (64, 32), None),
+        ("cuda", False, torch.float16, (8, 0), (64, 36), None),
+        ("cpu", True, torch.float32, None, (64, 36), None),
+    ],
+)
+def test_graphs_that_adapters_would_break_are_refused(monkeypatch, device, graphs, dtype, capability, sizes, text):
+    from vllm.config import CUDAGraphMode
+
+    mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.NONE
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    monkeypatch.setattr(engine, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    refuse = lambda: engine.refuse_graphs(SimpleNamespace(layer_name="layer"), torch.device(device), dtype, sizes)
     if text is None:
         return refuse()
     with pytest.raises(NotImplementedError, match=f"layer: .*{text}"):

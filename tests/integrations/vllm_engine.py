@@ -38,12 +38,25 @@ def engine(folder, **options):
                                "kv_cache_memory_bytes": 1 << 26, "skip_tokenizer_init": True} | options)  # fmt: skip
 
 
-def ask(llm, prompts=PROMPTS):
-    """Greedy tokens [prompts][NEW], and log-probabilities of the prompts' tokens except the first."""
+def lora(folder, number=None):
+    """vLLM's request of the adapter in `folder`; adapters have numbers of their own."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(Path(folder).name, number or numbers.setdefault(str(folder), len(numbers) + 1), str(folder))
+
+
+numbers = {}
+
+
+def ask(llm, prompts=PROMPTS, adapters=None):
+    """Greedy tokens [prompts][NEW], and log-probabilities of the prompts' tokens except the first. adapters: the folder
+    of each prompt's, or None."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+    chosen = None if adapters is None else [None if folder is None else lora(folder) for folder in adapters]
+    given = [{"prompt_token_ids": p} for p in prompts]
+    outputs = llm.generate(given, sampling, use_tqdm=False, lora_request=chosen)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     logprobs = [
         [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
@@ -52,12 +65,12 @@ def ask(llm, prompts=PROMPTS):
     return tokens, logprobs
 
 
-def generate(folder, prompts=PROMPTS, again=None, **options):
-    """What an engine answers; with `again`, after it has loaded the weights of that folder."""
+def generate(folder, prompts=PROMPTS, again=None, adapters=None, **options):
+    """What an engine answers; with `again`, after it has loaded the weights of that folder. adapters: as of `ask`."""
     llm = engine(folder, **options)
     if again is not None:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(again)})
-    answers = ask(llm, prompts)
+    answers = ask(llm, prompts, adapters)
     llm.llm_engine.engine_core.shutdown()
     return answers
 
