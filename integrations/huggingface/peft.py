@@ -17,6 +17,7 @@ else lose when an adapter is loaded. Nothing else of PEFT changes.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, LoraCo
 from peft.tuners import lora
 from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_adapters_to_merge
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
@@ -167,7 +169,7 @@ class _Merging:
     def _trained_merged(self) -> list[str]:
         """The active adapters if they are mergeable, else none. Brings the base layer's weights up to date with them.
 
-        NotImplementedError if only some are, RuntimeError while a CUDA graph is captured.
+        NotImplementedError if only some are and under FSDP2, RuntimeError while a CUDA graph is captured.
         """
         active = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
         if not self.mergeable.intersection(active):
@@ -180,10 +182,12 @@ class _Merging:
             )
         (scales, now), (old_scales, before) = self._learned(active), self._merged_from
         same = self.merged_adapters == active and scales == old_scales
-        if not (same and all(map(torch.equal, now, before))) and not self._merged_again(active):
-            by_call = self._by_call or not self.merged_adapters
-            self.merge(adapter_names=active)
-            self._by_call = by_call
+        if not (same and all(map(torch.equal, now, before))):
+            _refuse_gathered(self.get_base_layer())
+            if not self._merged_again(active):
+                by_call = self._by_call or not self.merged_adapters
+                self.merge(adapter_names=active)
+                self._by_call = by_call
         return active
 
     def _save_to_state_dict(self, *args: Any) -> None:
@@ -440,6 +444,18 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
             delta = b[e].float() @ a[e].float()
             dense += delta if factor is None else delta / factor[e].float()
         return dense
+
+
+def _refuse_gathered(layer: nn.Module) -> None:
+    """NotImplementedError if FSDP2 brings the weights of `layer` for each call: what is merged into them is gone with
+    them, and a backward pass gets them as they were."""
+    if FSDPModule.__subclasses__():  # it has been used in this process
+        split = [o for o in gc.get_objects() if issubclass(type(o), FSDPModule)]
+        if any(module is layer for whole in split for module in whole.modules()):
+            raise NotImplementedError(
+                "adapters that are trained to be merged (nvfp4_mergeable) change the weights in place, and fully_shard "
+                "takes these away after each call: use DDP, or train a plain LoraConfig"
+            )
 
 
 def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:

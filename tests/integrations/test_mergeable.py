@@ -9,6 +9,8 @@ import torch
 pytest.importorskip("peft", reason="LoRA needs peft")
 
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from moe_nvfp4.integrations.huggingface import swap_experts  # noqa: E402
 from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig  # noqa: E402
@@ -183,6 +185,33 @@ def test_a_graph_is_not_captured(monkeypatch):
     monkeypatch.setattr("moe_nvfp4.integrations.huggingface.peft.capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="merge_and_unload"):
         logits(mine)
+
+
+@pytest.mark.parametrize("units", ["layers", "whole"])
+def test_fsdp_is_refused(units):
+    """It would take the merged codes away after a call, and give the backward pass those before. An adapter that is
+    not merged gives the same; so does one in a model beside."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, model = init_device_mesh("cpu", (1,)), swapped()
+        plain, mergeable, beside = (
+            get_peft_model(copy.deepcopy(model), config(kind))
+            for kind in (LoraConfig, MergeableLoraConfig, MergeableLoraConfig)
+        )
+        before, other = logits(plain), logits(beside)
+        for mine in (plain, mergeable):
+            for part in mine.base_model.model.model.layers if units == "layers" else ():
+                fully_shard(part, mesh=mesh)
+            fully_shard(mine, mesh=mesh)
+        assert torch.equal(logits(plain), before)
+        for call in (logits, gradients):
+            with pytest.raises(NotImplementedError, match="fully_shard takes these away .* plain LoraConfig"):
+                call(mergeable)
+        with torch.no_grad():
+            next(p for name, p in beside.named_parameters() if "lora_B" in name).mul_(2)
+        assert relative_error(logits(beside), other) > 1e-3
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_adapters_of_two_kinds():
