@@ -42,7 +42,9 @@ LINEARS = {"Qwen3-30B q": (4096, 2048), "Qwen3-30B k, v": (512, 2048), "Qwen3-30
            "Llama-3.3-70B q, o": (8192, 8192), "Llama-3.3-70B k, v": (1024, 8192), "Llama-3.3-70B up": (28672, 8192),
            "DeepSeek-R1 q_a": (1536, 7168), "DeepSeek-R1 q_b": (24576, 1536), "DeepSeek-R1 kv_a": (576, 7168),
            "DeepSeek-R1 kv_b": (32768, 512), "DeepSeek-R1 o": (7168, 16384),
-           "lm_head of Qwen3": (151936, 2048)}  # title: (N, K)  # fmt: skip
+           "lm_head of Qwen3": (151936, 2048),
+           "Qwen3-30B q, k, v": ((4096, 512, 512), 2048), "Mixtral q, k, v": ((4096, 1024, 1024), 4096),
+           "gate, up": ((4096, 4096), 2048)}  # title: (N, K); several N: linears that read the same rows  # fmt: skip
 
 
 def measure(name, token_counts, peers, clock):
@@ -65,16 +67,34 @@ def measure(name, token_counts, peers, clock):
         }  # fmt: skip
 
 
-def measure_linears(token_counts, clock, roof):
-    """Print a table of linears. roof(bytes, FLOPs): the least us."""
-    print("| linear (N, K) | T | W4A16 us | of the roof | W4A4 us | bf16 us | x bf16 |\n|---|--:|--:|--:|--:|--:|--:|")
-    for title, (N, K) in LINEARS.items():
-        linears = [NVFP4Linear(K, N, activations=a, device="cuda") for a in ("bf16", "nvfp4")]
-        for linear in linears:
+class Linears(torch.nn.Module):
+    """Linears for the same rows; as_one: in one launch, where their kernels have it."""
+
+    def __init__(self, sizes, K, activations, as_one):
+        super().__init__()
+        names = ("gate_proj", "up_proj") if len(sizes) == 2 else ("q_proj", "k_proj", "v_proj")
+        for name, N in zip(names, sizes, strict=False):
+            linear = NVFP4Linear(K, N, activations=activations, device="cuda")
             linear.weight.data.random_(0, 256)
             linear.weight_sf.data.random_(40, 72)
             linear.weight_global_scale.data.fill_(1e-2)
             ready.prepare(linear)
+            self.add_module(name, linear)
+        if as_one:
+            ready.prepare(self)
+
+    def forward(self, x):
+        return [linear(x) for linear in self.children()]
+
+
+def measure_linears(token_counts, clock, roof):
+    """Print a table of linears. roof(bytes, FLOPs): the least us."""
+    print("| linear (N, K) | T | W4A16 us | of the roof | W4A4 us | bf16 us | x bf16 |\n|---|--:|--:|--:|--:|--:|--:|")
+    each = [(*of, as_one) for of in LINEARS.items() for as_one in (False, True)[: 1 if type(of[1][0]) is int else 2]]
+    for title, (sizes, K), as_one in each:
+        sizes = (sizes,) if type(sizes) is int else sizes
+        N, title = sum(sizes), title + " as one" * as_one
+        linears = [Linears(sizes, K, activations, as_one) for activations in ("bf16", "nvfp4")]
         bf16 = torch.randn(N, K, device="cuda").bfloat16() * 0.02
         for T in token_counts:
             x = torch.randn(T, K, device="cuda").bfloat16()

@@ -30,7 +30,8 @@ def join(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[NVFP4Linear, ..
     """Join all linears inside `model` that read the same rows, where their kernels for rows of `dtype` can compute them
     as one. Yields those that are joined."""
     for parent, linears in siblings(model):
-        if not linears[0].backend(dtype).joins(parts_of(linears)):
+        backends = {linear.backend(dtype) for linear in linears}
+        if len(backends) > 1 or not backends.pop().joins(parts_of(linears)):
             continue
         joined = linears[0].joined
         if joined is None or joined.linears != linears:
@@ -57,7 +58,11 @@ def same_rows(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[NVFP4Linear, 
 
 def as_one(linears: Sequence[NVFP4Linear]) -> LinearWeights:
     """The weights of several linears as those of one, on meta."""
-    copied = lambda tensors: torch.cat([t.to("meta") for t in tensors])
+
+    def copied(tensors: Sequence[Tensor]) -> Tensor:
+        first = tensors[0]  # torch.cat of tensors on meta imports torch._dynamo, which takes seconds
+        return torch.empty((sum(map(len, tensors)), *first.shape[1:]), dtype=first.dtype, device="meta")
+
     whole = LinearWeights.joined([linear.weights for linear in linears], copied)
     assert whole is not None, "they are alike"
     return whole
@@ -101,6 +106,7 @@ class Joined:
         self.open, self.in_vain = False, 0
         self.left: Any = None  # the tensor of the last call, its version, and the columns, None where they were taken
         self.whole: tuple[list[LinearWeights], LinearWeights] | None = None  # of the last call
+        self.made: dict[str, int] = {}  # where the memory of all begins, by the name of its kind
         self.before: list[list[Tensor]] = []  # scales and biases that were moved: captured graphs may read them
         for linear in linears:
             if linear.joined is not None:
@@ -148,7 +154,8 @@ class Joined:
         if torch.is_grad_enabled() and any(trained) or not _alike(linears):
             return None
         chosen = linears[0]._select(*problem)
-        if not named(chosen.name).joins(parts_of(linears)):
+        layouts = {linear.packed_for for linear in linears}
+        if len(layouts) > 1 or not named(chosen.name).joins(parts_of(linears)):
             return None
         if tracing:
             return ops.run_linears(rows, [linear.weights for linear in linears], chosen)
@@ -170,34 +177,39 @@ class Joined:
 
     def bring_together(self) -> bool:
         """Make the linears' tensors of each kind follow one another in memory, if they do not. False if they are not in
-        a backend's layout, last for one call only, or a CUDA graph is being captured, or was: some weights are where
-        they were brought together, and others no longer."""
-        linears = self.linears
-        if capturing(linears[0].weight.device) or not all(linear.packed and linear.lasting for linear in linears):
+        one layout, last for one call only, share their memory with others, or a CUDA graph is being captured, or was:
+        some weights are where they were brought together, and others no longer."""
+        linears, layout = self.linears, self.linears[0].packed_for
+        alike = all(linear.packed_for == layout and linear.lasting for linear in linears)
+        if capturing(linears[0].weight.device) or not alike:
             return False
         apart: dict[str, list[nn.Parameter]] = {}
-        for name in ("weight", "weight_global_scale", "bias"):
+        for name in ("weight", "weight_global_scale", "bias", *(("weight_sf",) if layout is None else ())):
             parameters = [p for linear in linears if (p := linear._parameters[name]) is not None]
             if parameters and in_one([p.data for p in parameters]) is None:
                 apart[name] = parameters
-        if any(_shared(p) for p in apart.get("weight", ())):
-            return False
+        free = layout is None and not any(linear._captured for linear in linears)
+        for name in ("weight", "weight_sf"):
+            for p in apart.get(name, ()):
+                if _shared(p) and not (free and p.untyped_storage().data_ptr() == self.made.get(name)):
+                    return False
         for linear in linears if apart else ():
             linear.warn_of_graphs()
             linear._changed()
         for name, moved in apart.items():
             tensors = [p.data for p in moved]
-            if name != "weight":
+            if name not in ("weight", "weight_sf"):
                 self.before.append(tensors)
-            for p, part in zip(moved, torch.cat(tensors).split([len(t) for t in tensors]), strict=True):
+            together = torch.cat(tensors)
+            self.made[name] = together.data_ptr()
+            for p, part in zip(moved, together.split([len(t) for t in tensors]), strict=True):
                 p.data = part
-        if apart:
-            named(str(linears[0].packed_for)).settle(linears[0].weight.device)
+        if apart and layout is not None:
+            named(layout).settle(linears[0].weight.device)
         return True
 
     def separate(self, linear: NVFP4Linear) -> None:
         """Give one of the linears, which has left the layout, memory of its own again."""
-        self.left = self.whole = None  # they hold the memory of all
         for name in ("weight_global_scale", "bias"):
             p = linear._parameters[name]
             if p is not None and _shared(p):

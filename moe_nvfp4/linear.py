@@ -94,9 +94,20 @@ class NVFP4Linear(Prepared):
         self._for_call(dtype)
 
     def unpack(self) -> None:
+        packed = self.packed
         super().unpack()
         if self.joined is not None:
-            self.joined.separate(self)
+            self.joined.left = self.joined.whole = None  # they hold the memory of all
+            if packed:
+                self.joined.separate(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self.joined is not None:  # the memory of all would be pickled with each
+            alone = {name: None if p is None else nn.Parameter(p.detach().clone(), p.requires_grad)
+                     for name, p in self._parameters.items()}  # fmt: skip
+            state = {**state, "_parameters": alone}
+        return state
 
     def _changed(self) -> None:
         super()._changed()

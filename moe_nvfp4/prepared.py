@@ -33,13 +33,11 @@ class Packed:
     layout    the name of the backend
     matrices  parameter -> (the note that `Backend.unpack` needs, dimensions of its codes without the last: [E,] N)
     first     the first of these parameters
-    captured  whether a CUDA graph reads them, which will not follow if they move in memory
     """
 
     layout: str
     matrices: dict[str, tuple[Any, tuple[int, ...]]]
     first: str
-    captured: bool = False
 
 
 class Prepared(FP32Scales):
@@ -50,6 +48,7 @@ class Prepared(FP32Scales):
     """
 
     _packed: Packed | None = None
+    _captured = False  # whether a CUDA graph reads the weights, which will not follow if they move in memory
     _problem: Callable[..., Any]  # what `selected` takes
     _prepare_for: Callable[[Selected], None]
     weights: Any
@@ -119,14 +118,14 @@ class Prepared(FP32Scales):
         return self._here(name).shape[-2]
 
     def _note_capture(self) -> None:
-        packed = self._packed
-        if packed is not None and not packed.captured and not _held and capturing(self._here(packed.first).device):
-            packed.captured = True
+        if not (self._captured or _held):
+            device = next(p.device for p in self._parameters.values() if p is not None)
+            self._captured = capturing(device)
 
     def warn_of_graphs(self) -> None:
         """To be called before the weights move in memory: warn if a CUDA graph reads them."""
-        if self._packed is not None and self._packed.captured:
-            self._packed.captured = False
+        if self._captured:
+            self._captured = False
             warnings.warn(
                 "4-bit weights move in memory (state_dict, saving, loading and moving a model do this), and a CUDA "
                 "graph was captured that reads them where they were: call the model once and capture the graph again",

@@ -81,9 +81,9 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
             module._prepare_for(Selected(backend.name, backend.layout))
             calls.append((backend, Call.of(module.weights, dtype)))
     for _, linears in siblings(model):
-        backend = explain(linears[0]._problem(dtype)[0], device, forced).backend
-        if backend.joins(parts_of(linears)):
-            calls.append((backend, Call.of(as_one(linears), dtype)))
+        first, *others = (explain(linear._problem(dtype)[0], device, forced).backend for linear in linears)
+        if all(other is first for other in others) and first.joins(parts_of(linears)):
+            calls.append((first, Call.of(as_one(linears), dtype)))
     if (
         missing := {package for backend, _ in calls for package in backend.packages}
         - Device.of(torch.device("cpu")).packages

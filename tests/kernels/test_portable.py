@@ -334,6 +334,32 @@ def test_linear(activations, T, K, bias, monkeypatch):
     check_linear(activations, T, K, bias)
 
 
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    ("activations", "T", "K", "bias", "parts"),
+    [("bf16", 1, 2048, False, (80, 16, 24)), ("bf16", 5, 64, True, (64, 72)), ("nvfp4", 20, 64, True, (32, 48, 16)),
+     ("bf16", 21, 64, True, (48, 32, 40)), ("nvfp4", 21, 64, False, (16, 80)), ("bf16", 0, 64, True, (16, 16))],
+)  # fmt: skip
+def test_joined_linears(activations, T, K, bias, parts, monkeypatch):
+    """One launch gives each linear's columns, with its own global scale; tiles have rows of several."""
+    monkeypatch.setattr(config, "linear_limit", lambda *arguments: 20)
+    N = sum(parts)
+    codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device=DEVICE)
+    sf = torch.randint(30, 80, (N, K // 16), dtype=torch.uint8, device=DEVICE)
+    b = torch.randn(N, device=DEVICE).bfloat16() if bias else None
+    scale = torch.tensor([1e-2, 3e-1, 4e-3], device=DEVICE)[: len(parts)]
+    x = torch.randn(T, K, device=DEVICE).bfloat16()
+    found = portable.linear(x, LinearWeights(Matrices(codes, sf, scale, N, K, bias=b), None, activations, parts))
+    rows = x.float()
+    if activations == "nvfp4":
+        rows = nvfp4.dequantize(*nvfp4.quantize(rows, nvfp4.row_scales(rows)))
+    each = scale.repeat_interleave(torch.tensor(parts, device=DEVICE))
+    want = rows @ nvfp4.dequantize(codes, sf, each).T + (0 if b is None else b.float())
+    assert found.shape == (T, N)
+    for mine, theirs in zip(found.split(parts, dim=1), want.split(parts, dim=1), strict=True):
+        assert T == 0 or relative_error(mine, theirs) < (1 if T <= 20 else 1.5) * THRESHOLDS["half"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("T", "K"), [(21, 64), (3, 1088)])
 def test_linear_of_nvfp4_times_nvfp4(multiplies_nvfp4, T, K):

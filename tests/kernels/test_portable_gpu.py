@@ -149,6 +149,30 @@ def test_linears(N, K, T):
     assert relative_error(got, want) < THRESHOLDS["half"]
 
 
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("T", [1, 16, 100, 1500])
+def test_joined_linears(T, activations):
+    """In the forward of their parent, and its graph, q, k and v are one launch; elsewhere each is alone."""
+    attention = torch.nn.Module()
+    for name, N in (("q_proj", 2048), ("k_proj", 256), ("v_proj", 144)):
+        attention.add_module(name, make_linear(N, 512, activations))
+        getattr(attention, name).weight_global_scale.data.mul_(1 + N / 1000)
+    attention.forward = lambda x: [linear(x) for linear in attention.children()]
+    x = torch.randn(T, 512, device="cuda").bfloat16()
+    with torch.no_grad():
+        want = attention(x)
+        ready.prepare(attention)
+        assert all(linear.joined is not None for linear in attention.children())
+        found = attention(x)
+        assert len({y.untyped_storage().data_ptr() for y in found}) == 1
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = attention(x)
+        graph.replay()
+        for mine, again, theirs in zip(found, captured, want, strict=True):
+            assert relative_error(mine, theirs) < 1.5 * THRESHOLDS["half"] and torch.equal(mine, again)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("T", [1, 16, 100, 1500])

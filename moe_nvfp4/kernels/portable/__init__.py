@@ -26,6 +26,9 @@ class Portable(Backend):
             return f"takes bfloat16 and float16 activations, not {name}: run the model in bfloat16"
         return None
 
+    def joins(self, parts: tuple[int, ...]) -> bool:
+        return len(parts) <= 3 and all(N % 16 == 0 for N in parts[:-1])  # so that each begins at a multiple of 16 bytes
+
     def top_k(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """As torch.topk of each row, see `router.top_k`."""
         return self.functions.top_k(scores, k)

@@ -16,7 +16,9 @@ to x's dtype before the combine adds them in fp32; and in `dense`, GEMM 1's sums
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
@@ -179,15 +181,28 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         if w.quantized:
             rows = quantize(rows, w.input_scale, None, w.four_over_six, native)
         if T > config.linear_limit(found) and not native:
-            return dense.linear(rows.values, rows.scale, m, out)
+            for matrix, columns in _parts(m, out, w.parts):
+                dense.linear(rows.values, rows.scale, matrix, columns)
+            return out
         BM, tile, splits = config.plan_linear(m.N, m.K, planned_tokens(T), _sms(x.device), native)
         part = config.part_of(m.K, splits, tile.BK)
         splits = -(-m.K // part)
         y = out[None] if splits == 1 else x.new_empty(splits, T, m.N, dtype=torch.float32)
-        _gemm(rows, m, y, _Tiling(tile, BM, 1, part))
+        _gemm(rows, m, y, _Tiling(tile, BM, 1, part), parts=w.parts)
         if splits > 1:
             combine(y, None, None, out, 1)
     return out
+
+
+def _parts(m: Matrices, out: Tensor, parts: tuple[int, ...]) -> Iterator[tuple[Matrices, Tensor]]:
+    """Each linear of a matrix of several, with its columns of the output."""
+    if not parts:
+        yield m, out
+    for i, (end, N) in enumerate(zip(accumulate(parts), parts, strict=True)):
+        n, bias = slice(end - N, end), m.bias
+        sf, scale = m.block_scales()[n], m.global_scale[i : i + 1]
+        bias = None if bias is None else bias[n]
+        yield m._replace(codes=m.codes[n], sf=sf, global_scale=scale, N=N, bias=bias), out[:, n]
 
 
 # ---- rows, routing -------------------------------------------------------------------------------
@@ -301,7 +316,7 @@ def _columns(x: Tensor) -> Tensor:
 
 def ids_of(groups: Groups) -> Tensor:
     """int32 [R]: the expert of each assignment, E if it has none."""
-    ids = torch.empty_like(groups.order)
+    ids = groups.order.new_empty(groups.order.shape)
     return ids if ids.is_meta else ids.index_copy_(0, groups.order.long(), groups.expert_of_row())
 
 
@@ -380,12 +395,15 @@ class _Tiling(NamedTuple):
 
 def _gemm(
     rows: Values, w: Matrices, out: Tensor, tiling: _Tiling, routing: Routing | Unsorted | None = None,
-    out_index: Tensor | None = None, gate: Gate = _RAW,
+    out_index: Tensor | None = None, gate: Gate = _RAW, parts: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """Launch `gemm_kernel` into out [parts, R, N]; without routing, one matrix has all rows."""
+    """Launch `gemm_kernel` into out [parts of K, R, N]; without routing, one matrix has all rows. parts: N of each of
+    several linears, whose rows it has."""
     x, R, r, native, (tile, BM, group, part) = rows.values, out.shape[1], routing, rows.sf is not None, tiling
-    N, K, split_at = w.N, 16 * w.blocks, 0
-    if gate.kind in config.GATED:
+    N, K, split_at, third_at = w.N, 16 * w.blocks, 0, 0
+    if parts:
+        split_at, third_at, *_ = *accumulate(parts), w.N
+    elif gate.kind in config.GATED:
         N //= 2
     elif w.gate_scale is not None:
         split_at = N // 2
@@ -403,7 +421,7 @@ def _gemm(
         gemm_kernel, (tiles * -(-N // tile.BN), out.shape[0]),
         x if native else x.view(torch.int32), rows.sf, rows.index, aligned(w.codes), aligned(w.block_scales()),
         w.gate_scale, w.global_scale, w.bias, rows.scale, out, out_index, *token_tiles, R,
-        N, K, part // 2, out.shape[2], split_at, rows.index_div, *_gate(gate),
+        N, K, part // 2, out.shape[2], split_at, third_at, rows.index_div, *_gate(gate),
         tile.BN, BM, tile.BK, group, ids, E, _TYPES.get(x.dtype), how(), num_warps=tile.warps, num_stages=tile.stages,
         arch=_architecture(x.device) if native else None,
     )  # fmt: skip

@@ -37,7 +37,10 @@ def products(x: Tensor, w: Matrices, offsets: Tensor) -> Iterator[tuple[int, int
             rows = N - first
             scratch = scratch.view(-1)[: E * count * rows * K].view(E, count * rows, K)
         _dequantize(codes, sf, None, scratch, first, N, K, rows, E * count)
-        yield first, rows, torch._grouped_mm(x, scratch.transpose(1, 2), offs=offsets[1:])
+        if x.is_meta:  # launches are noted
+            yield first, rows, x.new_empty(len(x), count * rows)
+        else:
+            yield first, rows, torch._grouped_mm(x, scratch.transpose(1, 2), offs=offsets[1:])
 
 
 def linear(x: Tensor, row_scale: Tensor | None, w: Matrices, out: Tensor) -> Tensor:
@@ -53,11 +56,13 @@ def linear(x: Tensor, row_scale: Tensor | None, w: Matrices, out: Tensor) -> Ten
         n = min(rows, N - first)
         _dequantize(codes, sf, scale if row_scale is None else None, scratch, first, N, K, n, 1)
         columns, values = out[:, first : first + n], scratch[:n].T
+        if x.is_meta:  # launches are noted
+            continue
         if row_scale is None:
             torch.mm(x, values, out=columns)
         else:
             torch.mul(x @ values, row_scale[:, None] * scale, out=columns)
-    return out if w.bias is None else out.add_(w.bias)
+    return out if w.bias is None or x.is_meta else out.add_(w.bias)
 
 
 def _dequantize(codes, sf, scale, scratch, first, N, K, rows, matrices) -> None:

@@ -16,9 +16,9 @@ def gemm_kernel(
     x, x_sf, x_index, codes, sf, first_scale, scale, bias, row_scale, out, out_index, tile_expert, tile_row, tile_end,
     tile_count, R,
     N: tl.constexpr, K: tl.constexpr, K_PART: tl.constexpr, LD: tl.constexpr, SPLIT_AT: tl.constexpr,
-    X_DIV: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    CLAMP_AFTER: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    IDS: tl.constexpr, E: tl.constexpr, DTYPE: tl.constexpr, HOW: tl.constexpr,
+    THIRD_AT: tl.constexpr, X_DIV: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr, CLAMP_AFTER: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, IDS: tl.constexpr, E: tl.constexpr, DTYPE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """One tile: `out[to, n] = gate(x[from] . w[e, n])` for the rows of a token tile and each n of a weight tile.
 
@@ -28,6 +28,8 @@ def gemm_kernel(
     x          int32 [*, K / 2]: pairs of columns of DTYPE; with x_sf uint8 [*, K / 16], codes uint8 [*, K / 2], for
                tensor cores that multiply NVFP4 by NVFP4
     codes, sf  uint8 [E, N or 2N, K / 2 or K / 16]
+    SPLIT_AT   rows below it have first_scale; if THIRD_AT is not 0, the rows are those of two or three linears: below
+               SPLIT_AT, below THIRD_AT, and the others, with scale fp32 [2 or 3]
     """
     NT: tl.constexpr = (N + BN - 1) // BN
     PAIRED: tl.constexpr = GATE == "silu" or GATE == "gelu_tanh"
@@ -99,7 +101,11 @@ def gemm_kernel(
             result = gated(acc, acc_up, GATE, ALPHA, LIMIT, UP_OFFSET, CLAMP_AFTER)
         else:
             weight_scale = tl.load(scale + e) * unit
-            if SPLIT_AT > 0:
+            if THIRD_AT > 0:
+                last = n_tile * BN + inside
+                which = (last >= SPLIT_AT).to(tl.int32) + (last >= THIRD_AT).to(tl.int32)
+                weight_scale = tl.load(scale + which)[:, None] * unit
+            elif SPLIT_AT > 0:
                 weight_scale = tl.where(n < SPLIT_AT, tl.load(first_scale + e) * unit, weight_scale)[:, None]
             result = _scaled(acc, weight_scale, row_scale, bias, split, source, first + inside)
             if GATE == "relu2":

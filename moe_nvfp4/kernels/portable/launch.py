@@ -54,7 +54,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, arch: str | None
             values.append(a)
         else:
             address = a.data_ptr() or a.storage_offset() * a.element_size()  # tensors on meta have no address
-            kinds.append((a.dtype, "anywhere") if address % _ALIGNED else a.dtype)
+            wide = a.nbytes >= _ALIGNED  # else no load is wider than an element of it
+            kinds.append((a.dtype, "anywhere") if wide and address % _ALIGNED else a.dtype)
             values.append(address)
     variant = kernel.fn.__module__, kernel.fn.__name__, tuple(kinds), arguments[n:], tuple(options.items())
     if (gpu := ahead.noted_gpu()) is not None:

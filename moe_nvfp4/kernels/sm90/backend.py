@@ -167,8 +167,11 @@ def _parts(m: Matrices, out: Tensor, parts: tuple[int, ...]) -> Iterator[tuple[M
 def _linear_dense(x: Tensor, row_scale: Tensor | None, w: Matrices, out: Tensor) -> Tensor:
     from moe_nvfp4.kernels.sm90.dequantize import window
 
-    exact = w if row_scale is None else w._replace(global_scale=torch.ones_like(w.global_scale))
-    torch.mm(x, window(exact.stacked(), slice(0, w.K), x.dtype)[0].T, out=out)
+    exact = w if row_scale is None else w._replace(global_scale=w.global_scale.new_ones(w.global_scale.shape))
+    values = window(exact.stacked(), slice(0, w.K), x.dtype)[0].T
+    if x.is_meta:  # launches are noted
+        return out
+    torch.mm(x, values, out=out)
     if row_scale is not None:
         out.mul_(row_scale[:, None] * w.global_scale)
     return out if w.bias is None else out.add_(w.bias)
@@ -177,7 +180,7 @@ def _linear_dense(x: Tensor, row_scale: Tensor | None, w: Matrices, out: Tensor)
 def _quantize_rows(x: Tensor, scale: Tensor | None, four_over_six: bool) -> tuple[Tensor, Tensor]:
     """x bf16 [T, K], a static scale fp32 [1] or None -> bf16 code * sf, and fp32 [T]."""
     T, K = x.shape
-    values, row_scale = torch.empty_like(x), x.new_empty(T, dtype=torch.float32)
+    values, row_scale = x.new_empty(x.shape), x.new_empty(T, dtype=torch.float32)
     kernel = _quantize(scale is not None, *_quantize_shape(K, planned_tokens(T), Quantize.THREADS // 32), four_over_six)
     kernel(x, scale, values, row_scale)
     return values, row_scale
