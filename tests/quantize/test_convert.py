@@ -397,7 +397,10 @@ def test_several_matrices_in_a_job_of_odd_sources(tmp_path, monkeypatch):
     for source, whole in zip(sources, wholes, strict=True):
         found.clear()
         same_files(whole, converted(source, source.with_suffix(".batch")))
-        assert max(found) > 1 and sum(found) == (9 if source.name == "mxfp4" else 15)
+        if source.name == "mxfp4":
+            assert not found, "becomes NVFP4 by table"
+        else:
+            assert max(found) > 1 and sum(found) == 15
     files["model.layers.0.mlp.experts.3.up_proj.weight"][3, 5] = float("nan")
     with pytest.raises(ValueError, match=r"^model.layers.0.mlp.experts.3.up_proj: 1 of 3200 weights are NaN or Inf"):
         converted(folder(tmp_path / "nan", files), tmp_path / "x")
