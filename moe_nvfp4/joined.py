@@ -10,14 +10,14 @@ itself for everything that reads, moves, saves or edits its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_nvfp4 import ops
-from moe_nvfp4.backends import named
+from moe_nvfp4.backends import Backend, named
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.prepared import changing
@@ -30,8 +30,7 @@ def join(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[NVFP4Linear, ..
     """Join all linears inside `model` that read the same rows, where their kernels for rows of `dtype` can compute them
     as one. Yields those that are joined."""
     for parent, linears in siblings(model):
-        backends = {linear.backend(dtype) for linear in linears}
-        if len(backends) > 1 or not backends.pop().joins(parts_of(linears)):
+        if backend_of(linears, lambda linear: linear.backend(dtype)) is None:
             continue
         joined = linears[0].joined
         if joined is None or joined.linears != linears:
@@ -39,6 +38,12 @@ def join(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[NVFP4Linear, ..
         with changing:
             joined.bring_together()
         yield linears
+
+
+def backend_of(linears: Sequence[NVFP4Linear], each: Callable[[NVFP4Linear], Backend]) -> Backend | None:
+    """What computes `linears` as one: the backend of `each`, if all have the same and it can."""
+    first, *others = map(each, linears)
+    return first if all(other is first for other in others) and first.joins(parts_of(linears)) else None
 
 
 def siblings(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[NVFP4Linear, ...]]]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from moe_nvfp4.backends import PACKAGES, Backend, Device, Gpu, Selected, explain
 from moe_nvfp4.experts import NVFP4Experts
-from moe_nvfp4.joined import as_one, join, parts_of, siblings
+from moe_nvfp4.joined import as_one, backend_of, join, siblings
 from moe_nvfp4.kernels import offload
 from moe_nvfp4.kernels.calls import Call, compile_ahead
 from moe_nvfp4.linear import NVFP4Linear
@@ -81,9 +81,9 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
             module._prepare_for(Selected(backend.name, backend.layout))
             calls.append((backend, Call.of(module.weights, dtype)))
     for _, linears in siblings(model):
-        first, *others = (explain(linear._problem(dtype)[0], device, forced).backend for linear in linears)
-        if all(other is first for other in others) and first.joins(parts_of(linears)):
-            calls.append((first, Call.of(as_one(linears), dtype)))
+        found = backend_of(linears, lambda linear: explain(linear._problem(dtype)[0], device, forced).backend)
+        if found is not None:
+            calls.append((found, Call.of(as_one(linears), dtype)))
     if (
         missing := {package for backend, _ in calls for package in backend.packages}
         - Device.of(torch.device("cpu")).packages

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import accumulate
 from math import inf, isfinite, pi, sqrt
 from typing import Any, NamedTuple
 
@@ -191,6 +192,18 @@ class Matrices(NamedTuple):
         return self._replace(
             codes=self.codes[experts], sf=part(self.sf), global_scale=scales[0], gate_scale=scales[1], bias=None
         )
+
+    def split(self, parts: tuple[int, ...], unit: int = 1) -> Iterator[tuple[Matrices, slice]]:
+        """Each of the linears whose rows this matrix has, and its rows; parts: as in `LinearWeights`, all of them if it
+        is empty. unit: how many rows a slice of codes holds."""
+        if not parts:
+            yield self, slice(None)
+        for i, (end, N) in enumerate(zip(accumulate(parts), parts, strict=True)):
+            rows, units = slice(end - N, end), slice((end - N) // unit, -(-end // unit))
+            sf = None if self.sf is None else self.sf[units]
+            bias = None if self.bias is None else self.bias[rows]
+            scale = self.global_scale[i : i + 1]
+            yield self._replace(codes=self.codes[units], sf=sf, global_scale=scale, N=N, bias=bias), rows
 
     def stacked(self) -> Matrices:
         """The matrix of a linear, with E = 1."""

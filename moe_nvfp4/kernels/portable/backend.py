@@ -16,7 +16,6 @@ to x's dtype before the combine adds them in fp32; and in `dense`, GEMM 1's sums
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from math import inf
@@ -181,8 +180,8 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         if w.quantized:
             rows = quantize(rows, w.input_scale, None, w.four_over_six, native)
         if T > config.linear_limit(found) and not native:
-            for matrix, columns in _parts(m, out, w.parts):
-                dense.linear(rows.values, rows.scale, matrix, columns)
+            for matrix, columns in m.split(w.parts):
+                dense.linear(rows.values, rows.scale, matrix, out[:, columns])
             return out
         BM, tile, splits = config.plan_linear(m.N, m.K, planned_tokens(T), _sms(x.device), native)
         part = config.part_of(m.K, splits, tile.BK)
@@ -192,17 +191,6 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         if splits > 1:
             combine(y, None, None, out, 1)
     return out
-
-
-def _parts(m: Matrices, out: Tensor, parts: tuple[int, ...]) -> Iterator[tuple[Matrices, Tensor]]:
-    """Each linear of a matrix of several, with its columns of the output."""
-    if not parts:
-        yield m, out
-    for i, (end, N) in enumerate(zip(accumulate(parts), parts, strict=True)):
-        n, bias = slice(end - N, end), m.bias
-        sf, scale = m.block_scales()[n], m.global_scale[i : i + 1]
-        bias = None if bias is None else bias[n]
-        yield m._replace(codes=m.codes[n], sf=sf, global_scale=scale, N=N, bias=bias), out[:, n]
 
 
 # ---- rows, routing -------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ rounded to bf16 before the combine adds them in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -115,8 +114,8 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     if w.quantized:
         x, row_scale = _quantize_rows(x, w.input_scale, w.four_over_six)
     if tile is None:
-        for matrix, columns in _parts(m, out, w.parts):
-            _linear_dense(x, row_scale, matrix, columns)
+        for matrix, columns in m.split(w.parts, UNIT):
+            _linear_dense(x, row_scale, matrix, out[:, columns])
         return out
     y = out if split_k == 1 else x.new_empty(split_k * T, N, dtype=torch.float32)
     config = GemmConfig(
@@ -152,16 +151,6 @@ def _part_of_block(parts: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 _parts_of_blocks: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-
-
-def _parts(m: Matrices, out: Tensor, parts: tuple[int, ...]) -> Iterator[tuple[Matrices, Tensor]]:
-    """Each linear of a matrix of several, with its columns of the output."""
-    if not parts:
-        yield m, out
-    for i, (end, N) in enumerate(zip(accumulate(parts), parts, strict=True)):
-        rows, units = slice(end - N, end), slice((end - N) // UNIT, -(-end // UNIT))
-        bias = None if m.bias is None else m.bias[rows]
-        yield m._replace(codes=m.codes[units], global_scale=m.global_scale[i : i + 1], N=N, bias=bias), out[:, rows]
 
 
 def _linear_dense(x: Tensor, row_scale: Tensor | None, w: Matrices, out: Tensor) -> Tensor:
