@@ -167,6 +167,7 @@ def group_by_expert(
         sorted_ids, order = torch.sort(ids, stable=True)
         return Groups(order.to(torch.int32), torch.searchsorted(sorted_ids, experts, out_int32=True), top_k)
     _check_adapter(adapter, num_adapters, len(top_k_index))
+    adapter = adapter.long()  # uint8 has no -1, and int8 may have no room for num_adapters
     # an expert's rows without an adapter come first, as if they had number -1
     chosen = torch.where((adapter >= 0) & (adapter < num_adapters), adapter, -1).to(torch.int32)
     keys = (ids.view(-1, top_k) * (num_adapters + 1) + chosen[:, None] + 1).view(-1)

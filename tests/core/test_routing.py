@@ -61,6 +61,16 @@ def test_rows_of_an_expert_are_sorted_by_adapter(routing, S, data):
     assert groups.bare.tolist()[: len(bare)] == bare
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_adapters_by_small_integers(dtype):
+    """uint8 has no -1, and int8 no 200."""
+    ids, adapter = torch.tensor([[0, 2], [1, 0], [2, 1], [1, 2]]), torch.tensor([5, 1, 0, 127])
+    for S in (2, 200):
+        want, found = (group_by_expert(ids, 3, a, S) for a in (adapter, adapter.to(dtype)))
+        for name in ("order", "offsets", "parts", "bare"):
+            assert torch.equal(getattr(found, name), getattr(want, name)), name
+
+
 @pytest.mark.slow
 def test_every_shape_is_static_and_compiles():
     def sizes(ids):
