@@ -1,16 +1,17 @@
-"""Put the experts of an NVFP4 checkpoint into a GGUF file, for llama.cpp.
+"""Put the experts and linears of an NVFP4 checkpoint into a GGUF file, for llama.cpp.
 
 llama.cpp computes with NVFP4, and cannot quantize to it. Here it gets a checkpoint's codes and scales as they are. All
 else (settings, tokenizer, attention, ...) is that of another GGUF file of the same model, byte for byte.
 
 A row of NVFP4 in GGUF (block_nvfp4 of ggml-common.h) is blocks of 36 bytes for 64 columns: four block scales (e4m3
 without a sign), then eight bytes for each 16 columns, with the codes of columns 0 to 7 in their low halves and of 8 to
-15 in their high ones. The experts' global scales are a tensor fp32 [E] of their own, named `.scale` instead of
-`.weight`. As everywhere, value = code * sf * global_scale.
+15 in their high ones. The experts' global scales are a tensor fp32 [E] of their own, a linear's is fp32 [1], named
+`.scale` instead of `.weight`. As everywhere, value = code * sf * global_scale.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,9 +37,19 @@ if TYPE_CHECKING:
 BLOCK = 64  # columns of one block in GGUF
 PARTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 GATE_UP = "ffn_gate_up_exps"
-# Values of general.architecture whose graph multiplies with `.scale`, as seen by running llama.cpp 0c1e57098. Others
-# load the tensor and do not use it: they would compute with global scales of 1.
-USE_SCALES = frozenset({"llama", "nemotron_h_moe", "qwen3moe", "qwen3next"})
+# Values of general.architecture whose graph multiplies with the experts' `.scale`, and the other tensors with whose it
+# does, as seen by running llama.cpp 0c1e57098. Other scales it loads and does not use: it would compute with global
+# scales of 1.
+ATTENTION = frozenset({"attn_q", "attn_k", "attn_v", "attn_output", "output"})
+USE_SCALES = {
+    "llama": ATTENTION,
+    "nemotron_h_moe": ATTENTION | {"ffn_up_shexp", "ffn_down_shexp", "ssm_in", "ssm_out"},
+    "qwen3moe": ATTENTION,
+    "qwen3next": ATTENTION | {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"},
+}
+# Rows of these may be in another order in the base: llama.cpp rotates neighbours, and transformers halves of a head
+ROTATED = {"attn_q": ("head_count",), "attn_k": ("head_count_kv", "head_count")}
+ROWS = 1024  # of a matrix that are compared at once
 # NVFP4 moves a matrix by about 0.1 of its norm, and the types of GGUF files (Q8_0, Q4_K, ...) by less. The matrix of
 # another expert or model, or one in another order, is off by more than 1.
 FAR = 0.35
@@ -49,37 +60,44 @@ EXTRA = ("general.tensor_extra.name", "general.tensor_extra.prec_a4")
 
 @dataclass
 class ExportReport:
-    """What `export_gguf` did. Sizes are bytes of experts."""
+    """What `export_gguf` did. Sizes are bytes of what became NVFP4."""
 
     matrices: int = 0
     layers: int = 0
     before: int = 0
     after: int = 0
     error: float = 0.0  # the largest relative distance of a matrix from that of the base
-    left: list[str] = field(default_factory=list)  # quantized modules of the checkpoint that stay as the base has them
+    left: dict[str, str] = field(default_factory=dict)  # 4-bit matrices that stay as the base has them -> why
 
 
 @dataclass(frozen=True)
-class Stack:
+class Place:
     """A tensor of the base that is replaced.
 
-    parts  the matrices of each expert in it: one, or gate and up
-    scale  the base's own factors of the experts' outputs, fp32 [E], as Gemma 4 has them
+    parts  the matrices of each expert in it: one, or gate and up; of a linear [[it]]
+    scale  the base's own factors of the outputs, fp32 [E], as Gemma 4's experts have them
+    order  the rows of a linear as the base may have them instead, int64 [N]
     """
 
     stored: ReaderTensor
     parts: list[list[NVFP4Matrix]]
     scale: ReaderTensor | None
+    order: Tensor | None = None
 
     @staticmethod
     def scale_of(name: str) -> str:
         return f"{name.removesuffix('.weight')}.scale"
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """E, rows, bytes of a row."""
-        columns, rows, E = map(int, self.stored.shape)  # GGUF names the innermost dimension first
-        return E, rows, columns // BLOCK * 36
+    def shape(self) -> tuple[int, ...]:
+        """E if it is a stack, rows, bytes of a row."""
+        *rest, columns = _shape(self.stored)
+        return (*rest, columns // BLOCK * 36)
+
+    @property
+    def size(self) -> int:
+        """In bytes, with the global scales."""
+        return math.prod(self.shape) + 4 * len(self.parts)
 
 
 def export_gguf(
@@ -89,12 +107,13 @@ def export_gguf(
     any_architecture: bool = False,
     progress: bool = True,
 ) -> ExportReport:
-    """Write a GGUF file: the file `base`, with its experts replaced by those of the NVFP4 checkpoint in `folder`.
+    """Write a GGUF file: the file `base`, with its experts and linears replaced by those of the NVFP4 checkpoint in
+    `folder`. Linears with whose global scale llama.cpp does not multiply stay as the base has them.
 
     base              a GGUF file of the same model, in one piece, of any type (Q8_0, BF16, Q4_K, ...)
-    any_architecture  also where llama.cpp was not seen to multiply with global scales
+    any_architecture  also where llama.cpp was not seen to multiply with the experts' global scales
 
-    Each matrix is compared with the one that it replaces. Memory holds one stack of experts at a time. The destination
+    Each matrix is compared with the one that it replaces. Memory holds one tensor at a time. The destination
     appears at the end, complete; an interrupted run leaves nothing. Raises ValueError for what does not fit, naming the
     tensor, the rule and the way out; ImportError without the package gguf.
     """
@@ -108,12 +127,13 @@ def export_gguf(
     # a file may allow 4-bit activations; where only some layers were made for them, all stay exact
     activations = checkpoint.own.get("activations", "bf16" if info.mixed else info.activations)
     report = ExportReport()
-    stacks = {stack.stored.name: stack for stack in _stacks(reader, files.matrices, report)}
-    if not stacks:
-        raise ValueError(f"{folder} has no NVFP4 experts that are in {base}: nothing to do")
-    kept = sum(int(t.n_bytes) for t in reader.tensors if t.name not in stacks)
-    report.before = sum(int(stack.stored.n_bytes) for stack in stacks.values())
-    report.after = sum(E * rows * size + 4 * E for E, rows, size in (stack.shape for stack in stacks.values()))
+    found = _places(gguf, reader, files.matrices, checkpoint.layers, report)
+    places = {place.stored.name: place for place in found}
+    if not places:
+        raise ValueError(f"{folder} has no NVFP4 matrices that are in {base}: nothing to do")
+    kept = sum(int(t.n_bytes) for t in reader.tensors if t.name not in places)
+    report.before = sum(int(place.stored.n_bytes) for place in places.values())
+    report.after = sum(place.size for place in places.values())
     check_space(destination, kept + report.after)
 
     work = destination.with_name(f".{destination.name}.partial")
@@ -121,16 +141,16 @@ def export_gguf(
     writer = gguf.GGUFWriter(work, _field(reader, "general.architecture"))
     writer.data_alignment = int(reader.alignment)  # the setting that says so is copied
     try:
-        _copy_fields(gguf, reader, writer, stacks if activations == "bf16" else ())
-        writes = list(_writes(gguf, reader, writer, stacks, report))
+        _copy_fields(gguf, reader, writer, places if activations == "bf16" else ())
+        writes = list(_writes(gguf, reader, writer, places, report))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         with progress_bar(total=kept + report.after, desc="export", unit="B", unit_scale=True, show=progress) as bar:
             for data in writes:
-                found = data()
-                writer.write_tensor_data(found)
-                bar.update(found.nbytes)
+                made = data()
+                writer.write_tensor_data(made)
+                bar.update(made.nbytes)
         writer.close()
         os.replace(work, destination)
     finally:
@@ -160,43 +180,53 @@ def _copy_fields(gguf: Any, reader: GGUFReader, writer: GGUFWriter, only_16_bit:
 
 
 def _writes(
-    gguf: Any, reader: GGUFReader, writer: GGUFWriter, stacks: Mapping[str, Stack], report: ExportReport
+    gguf: Any, reader: GGUFReader, writer: GGUFWriter, places: Mapping[str, Place], report: ExportReport
 ) -> Iterator[Callable[[], np.ndarray]]:
     """Announce each tensor to the writer, and yield what makes its data."""
     import numpy as np
 
-    nvfp4, scales = gguf.GGMLQuantizationType.NVFP4, set(map(Stack.scale_of, stacks))
+    nvfp4, scales = gguf.GGMLQuantizationType.NVFP4, set(map(Place.scale_of, places))
     for stored in reader.tensors:
         if stored.name in scales:
             continue
-        if (stack := stacks.get(stored.name)) is None:
+        if (place := places.get(stored.name)) is None:
             data = stored.data
             writer.add_tensor_info(stored.name, data.shape, data.dtype, data.nbytes, stored.tensor_type)
             yield partial(np.asarray, data)
             continue
-        E, rows, size = stack.shape
-        writer.add_tensor_info(stored.name, stack.shape, np.dtype(np.uint8), E * rows * size, nvfp4)
-        yield partial(_data, gguf, stack, report)
-        writer.add_tensor_info(Stack.scale_of(stored.name), (E,), np.dtype(np.float32), 4 * E)
-        yield partial(_scales, stack)
+        E = len(place.parts)
+        writer.add_tensor_info(stored.name, place.shape, np.dtype(np.uint8), math.prod(place.shape), nvfp4)
+        yield partial(_data, gguf, place, report)
+        writer.add_tensor_info(Place.scale_of(stored.name), (E,), np.dtype(np.float32), 4 * E)
+        yield partial(_scales, place)
 
 
-def _data(gguf: Any, stack: Stack, report: ExportReport) -> np.ndarray:
-    """uint8 [E, rows, bytes of a row], compared with what the base has."""
-    found = []
-    for e, parts in enumerate(stack.parts):
-        before = gguf.quants.dequantize(stack.stored.data[e], stack.stored.tensor_type)
-        values = torch.cat([part.matrix().open()(0, part.shape[0]) for part in parts])
-        report.error = max(report.error, _distance(values, torch.tensor(before), parts[0].stem, stack.stored.name))
-        found.append(torch.cat([blocks_of(*_codes_and_sf(part)) for part in parts]))
-        report.matrices += len(parts)
-    return torch.stack(found).numpy()
+def _data(gguf: Any, place: Place, report: ExportReport) -> np.ndarray:
+    """uint8 of the place's shape, compared with what the base has."""
+    stored, found = place.stored, []
+    rows = stored.data.reshape(-1, stored.data.shape[-1])
+    dequantize = partial(gguf.quants.dequantize, qtype=stored.tensor_type)
+    for part in (part for expert in place.parts for part in expert):
+        here, rows = rows[: part.shape[0]], rows[part.shape[0] :]
+        orders = [None] if place.order is None else [None, place.order]
+        errors = [_distance(part, order, here, dequantize) for order in orders]
+        error = min(errors)
+        if not error <= FAR:  # NaN is far
+            share = "everything: it is zero there" if error == math.inf else f"{error:.2f} of its norm"
+            raise ValueError(f"{part.stem} differs from its place in {stored.name} of the base by {share}, and 4-bit "
+                             "weights by about 0.1: the two are of different models, or the base has the experts in "
+                             "another order; name a GGUF file of the model that was quantized")  # fmt: skip
+        report.error = max(report.error, error)
+        report.matrices += 1
+        order, blocks = orders[errors.index(error)], blocks_of(*_codes_and_sf(part))
+        found.append(blocks if order is None else blocks[order])
+    return torch.cat(found).view(place.shape).numpy()
 
 
-def _scales(stack: Stack) -> np.ndarray:
-    """fp32 [E]. Gate and up in one stack have one."""
-    found = torch.stack([parts[0].matrix().known_scale() for parts in stack.parts]).float().numpy()
-    return found if stack.scale is None else found * stack.scale.data
+def _scales(place: Place) -> np.ndarray:
+    """fp32 [E], [1] of a linear. Gate and up in one stack have one."""
+    found = torch.stack([parts[0].matrix().known_scale() for parts in place.parts]).float().numpy()
+    return found if place.scale is None else found * place.scale.data
 
 
 def _codes_and_sf(matrix: NVFP4Matrix) -> tuple[Tensor, Tensor]:
@@ -212,43 +242,116 @@ def blocks_of(codes: Tensor, sf: Tensor) -> Tensor:
     return torch.cat((sf.view(N, -1, 4), packed.flatten(2)), dim=-1).flatten(1)
 
 
-def _distance(values: Tensor, before: Tensor, stem: str, name: str) -> float:
-    """||values - before|| / ||before||. ValueError if they cannot be the same matrix."""
-    norm = float(before.double().norm())
-    error = float((values.double() - before.double()).norm())
-    if not error <= FAR * norm:  # NaN is far
-        share = f"{error / norm:.2f} of its norm" if norm else "everything: it is zero there"
-        raise ValueError(f"{stem} differs from its place in {name} of the base by {share}, and 4-bit weights by about "
-                         "0.1: the two are of different models, or the base has the experts in another order; name a "
-                         "GGUF file of the model that was quantized")  # fmt: skip
-    return error / norm if norm else 0.0
+def _distance(
+    part: NVFP4Matrix, order: Tensor | None, rows: np.ndarray, dequantize: Callable[[np.ndarray], np.ndarray]
+) -> float:
+    """||values - rows|| / ||rows||, where the values have their rows in this order. Infinite if only rows are zero."""
+    values = part.matrix().open()
+    if order is not None:
+        whole = values(0, len(rows))[order]
+        values = lambda a, b: whole[a:b]
+    square = of_rows = 0.0
+    for a in range(0, len(rows), ROWS):
+        before = torch.tensor(dequantize(rows[a : a + ROWS])).double()
+        square += float((values(a, a + len(before)).double() - before).square().sum())
+        of_rows += float(before.square().sum())
+    if of_rows == 0:
+        return math.inf if square else 0.0
+    return math.sqrt(square / of_rows)
 
 
 # ---------------------------------------------------------------- what belongs where
-def _stacks(reader: GGUFReader, matrices: Mapping[str, NVFP4Matrix], report: ExportReport) -> Iterator[Stack]:
-    """The tensors of the base that experts replace. ValueError where a layer's do not fit."""
+def _places(
+    gguf: Any, reader: GGUFReader, matrices: Mapping[str, NVFP4Matrix], last: int | None, report: ExportReport
+) -> Iterator[Place]:
+    """The tensors of the base that are replaced. ValueError where matrices do not fit. last: layers of the model."""
     layers: dict[int, dict[tuple[int, str], NVFP4Matrix]] = {}
+    linears = {}
     for stem, matrix in matrices.items():
         expert, layer = PER_EXPERT.fullmatch(stem), re.search(r"(?:^|\.)layers\.(\d+)\.", stem)
-        if expert is None or layer is None or is_mtp(stem, None):
-            report.left.append(stem)
-            continue
-        part = PLAIN_NAMES.get(expert["part"], expert["part"])
-        layers.setdefault(int(layer[1]), {})[int(expert["e"]), part] = matrix
+        if expert is None:
+            linears[stem] = matrix
+        elif layer is None or is_mtp(stem, None):
+            report.left[stem] = "experts outside the layers"
+        else:
+            part = PLAIN_NAMES.get(expert["part"], expert["part"])
+            layers.setdefault(int(layer[1]), {})[int(expert["e"]), part] = matrix
     there = {t.name: t for t in reader.tensors}
     for number, found in sorted(layers.items()):
-        names = {part: f"blk.{number}.{last}.weight" for part, last in PARTS.items()}
+        names = {part: f"blk.{number}.{name}.weight" for part, name in PARTS.items()}
         if (together := f"blk.{number}.{GATE_UP}.weight") in there:
             yield _stack(there, together, found, ("gate_proj", "up_proj"))
             names = {"down_proj": names["down_proj"]}
         for part in sorted({part for _, part in found} & set(names)):
             yield _stack(there, names[part], found, (part,))
         report.layers += 1
+    name_of = _names(gguf, reader)
+    for stem, matrix in linears.items():
+        name = None if is_mtp(stem, last) else name_of(stem)
+        if (why := _why_left(reader, there, name, matrix)) is not None:
+            report.left[stem] = why
+        elif name is not None:
+            yield _linear(reader, there, name, matrix)
+
+
+def _names(gguf: Any, reader: GGUFReader) -> Callable[[str], str | None]:
+    """A function: the name of a linear's weight in the GGUF file."""
+    architecture = _field(reader, "general.architecture")
+    known = next((a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
+    if known is None:
+        return lambda stem: None
+    names = gguf.get_tensor_name_map(known, int(_field(reader, f"{architecture}.block_count") or 0))
+
+    def name_of(stem: str) -> str | None:
+        if ".mixer." in stem:  # transformers' names of Nemotron-H; the package knows the original ones
+            stem = re.sub(r"^model\.", "backbone.", stem)
+        found = names.get_name(stem)
+        return None if found is None else f"{found}.weight"
+
+    return name_of
+
+
+def _why_left(
+    reader: GGUFReader, there: Mapping[str, ReaderTensor], name: str | None, matrix: NVFP4Matrix
+) -> str | None:
+    """Why a linear stays as the base has it; None: it is replaced. name: the place that it belongs to, if any."""
+    architecture = _field(reader, "general.architecture")
+    if name is None or name.split(".")[-2] not in USE_SCALES.get(architecture, ()):
+        return f"llama.cpp's graph for {architecture} was not seen to multiply with their global scales"
+    if name not in there:
+        return "the base has no tensor for each of them: it has fused ones, or the embedding as the head"
+    if PRE_QUANT_SCALE in matrix.tensors:
+        return "AWQ's scales have no place in GGUF"
+    return f"their columns are no multiple of {BLOCK}" if matrix.shape[1] % BLOCK else None
+
+
+def _linear(reader: GGUFReader, there: Mapping[str, ReaderTensor], name: str, matrix: NVFP4Matrix) -> Place:
+    """ValueError if the matrix does not fit its place."""
+    stored, rows = there[name], matrix.shape[0]
+    if _shape(stored) != matrix.shape:
+        raise ValueError(f"{name} of the base is {list(_shape(stored))}, and {matrix.stem} is {list(matrix.shape)}: "
+                         "name a GGUF file of the model that was quantized")  # fmt: skip
+    _check_type(stored)
+    return Place(stored, [[matrix]], there.get(Place.scale_of(name)), _rotated(reader, name, rows))
+
+
+def _rotated(reader: GGUFReader, name: str, rows: int) -> Tensor | None:
+    """The order of the rows of q and k that llama.cpp's converter makes for some architectures, int64 [rows]."""
+    *_, layer, last, _ = ("", *name.split("."))
+    architecture = _field(reader, "general.architecture")
+    found = (_field(reader, f"{architecture}.attention.{key}") for key in ROTATED.get(last, ()))
+    heads = next((number for number in found if number is not None), None)
+    if isinstance(heads, list):  # one number for each layer
+        heads = heads[int(layer)]
+    if not heads or rows % (2 * heads):
+        return None
+    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
 
 
 def _stack(
     there: Mapping[str, ReaderTensor], name: str, found: Mapping[tuple[int, str], NVFP4Matrix], parts: tuple[str, ...]
-) -> Stack:
+) -> Place:
+    """A stack of experts. ValueError where they do not fit it."""
     of_experts = [[found[e, part] for part in parts] for e in range(1 + max(e for e, _ in found))]
     first, stored = of_experts[0][0], there.get(name)
     if stored is None:
@@ -256,12 +359,11 @@ def _stack(
             f"the base has no {name}, where {first.stem} belongs: it is of another model, or an old file "
             "with a tensor for each expert; convert the original with llama.cpp's convert_hf_to_gguf.py"
         )
-    (N, K), have = first.shape, tuple(map(int, reversed(stored.shape)))
+    (N, K), have = first.shape, _shape(stored)
     if have != (len(of_experts), N * len(parts), K):
         raise ValueError(f"{name} of the base is {list(have)}, and {first.stem} is one of {len(of_experts)} experts "
                          f"of {[N * len(parts), K]}: name a GGUF file of the model that was quantized")  # fmt: skip
-    if stored.tensor_type.name == "NVFP4":
-        raise ValueError(f"{name} of the base is NVFP4 already: name a file of another type")
+    _check_type(stored)
     if K % BLOCK:
         raise ValueError(f"{first.stem} has {K} columns: NVFP4 in GGUF is blocks of {BLOCK}, so this model has no such "
                          "file; quantize it with llama.cpp's llama-quantize to another type")  # fmt: skip
@@ -273,7 +375,16 @@ def _stack(
         if gate.matrix().known_scale() != up.matrix().known_scale():
             raise ValueError(f"{gate.stem} and up have different global scales, and {name} of the base has one for "
                              "both: moe-nvfp4 quantize SRC DST --share-scales makes files with one")  # fmt: skip
-    return Stack(stored, of_experts, there.get(Stack.scale_of(name)))
+    return Place(stored, of_experts, there.get(Place.scale_of(name)))
+
+
+def _shape(stored: ReaderTensor) -> tuple[int, ...]:
+    return tuple(map(int, reversed(stored.shape)))  # GGUF names the innermost dimension first
+
+
+def _check_type(stored: ReaderTensor) -> None:
+    if stored.tensor_type.name == "NVFP4":
+        raise ValueError(f"{stored.name} of the base is NVFP4 already: name a file of another type")
 
 
 # ---------------------------------------------------------------- the base

@@ -12,9 +12,9 @@ from moe_nvfp4.cli.output import say
 def add(commands: Commands) -> None:
     sub = command(
         commands, "export", run, "write a GGUF file for llama.cpp",
-        "Put the experts of the NVFP4 checkpoint SRC into a GGUF file, which llama.cpp computes with and cannot "
-        "quantize. All else is that of --base, a GGUF file of the same model in any type, such as Q8_0. Each matrix is "
-        "compared with the one that it replaces.",
+        "Put the experts and linears of the NVFP4 checkpoint SRC into a GGUF file, which llama.cpp computes with and "
+        "cannot quantize. All else is that of --base, a GGUF file of the same model in any type, such as Q8_0. Each "
+        "matrix is compared with the one that it replaces.",
     )  # fmt: skip
     sub.add_argument("source", metavar="SRC", help="folder or Hub name of a 4-bit checkpoint")
     sub.add_argument("destination", metavar="OUT.gguf", type=path, help="file to make; must not exist")
@@ -33,9 +33,10 @@ def run(args: argparse.Namespace) -> int:
 
     check_writable(args.destination)
     report = export_gguf(folder(args.source), args.base, args.destination, args.any_architecture)
-    if report.left:
-        say(f"note: {len(report.left)} other 4-bit matrices of {args.source} are here as the base has them: "
-            f"{', '.join(report.left[:3])}{', ...' if len(report.left) > 3 else ''}")  # fmt: skip
+    for why in dict.fromkeys(report.left.values()):
+        names = [name for name, other in report.left.items() if other == why]
+        say(f"note: {len(names)} other 4-bit matrices of {args.source} are here as the base has them, because {why}: "
+            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}")  # fmt: skip
     say(
         f"wrote {args.destination}: {report.matrices} matrices of {report.layers} layers, "
         f"{readable_size(report.before)} -> {readable_size(report.after)}, at most {report.error:.3f} from the base"

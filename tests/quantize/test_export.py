@@ -10,7 +10,7 @@ from moe_nvfp4.cli import main
 from moe_nvfp4.quantize import export
 from moe_nvfp4.quantize.export import blocks_of, export_gguf
 from tests.checkpoints import converted, edit_config
-from tests.folders import awq, is_expert, quantized
+from tests.folders import awq
 from tests.models import make, qwen3_moe, tensors
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf")
@@ -31,6 +31,29 @@ def weight(model, layer, part, e):
     if part == "down":
         return experts.down_proj[e].detach()
     return experts.gate_up_proj[e].detach().chunk(2)[part == "up"]
+
+
+LINEARS = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+           "self_attn.o_proj": "attn_output"}  # fmt: skip
+OF_BASE = {f"model.layers.{i}.{ours}": f"blk.{i}.{theirs}" for i in range(LAYERS) for ours, theirs in LINEARS.items()}
+OF_BASE["lm_head"] = "output"
+
+
+def rotated(rows, heads):
+    """Rows in the order of llama.cpp's converter for Mixtral: of each head the first, the first of its second half, the
+    second, ..."""
+    half = len(rows) // heads // 2
+    return torch.stack([rows[h * 2 * half + i + second] for h in range(heads) for i in range(half)
+                        for second in (0, half)])  # fmt: skip
+
+
+def linears_of(model, heads=None):
+    """(name in the base, fp32 array) of each linear; q and k rotated if there are heads."""
+    for ours, theirs in OF_BASE.items():
+        w = model.get_submodule(ours).weight.detach().float()
+        if heads and theirs.endswith(("_q", "_k")):
+            w = rotated(w, heads[theirs.endswith("_k")])
+        yield f"{theirs}.weight", w.numpy()
 
 
 def write_base(path, model, kind="Q8_0", together=False, architecture="qwen3moe", change=lambda name, w: w, more=()):
@@ -84,6 +107,7 @@ def made(model, tmp_path_factory):
     model.save_pretrained(path / "dense")
     for dialect in ("modelopt", "compressed-tensors"):
         converted(path / "dense", path / dialect, recipe="mse", dialect=dialect)
+        converted(path / "dense", path / f"all-{dialect}", recipe="mse", dialect=dialect, linears="all")
     converted(path / "dense", path / "W4A4", recipe="max", activations="nvfp4")
     for kind in ("Q8_0", "BF16", "F16", "F32", "Q4_0"):
         write_base(path / f"{kind}.gguf", model, kind)
@@ -95,11 +119,15 @@ E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 def stored(folder, dialect, layer, part, e):
+    return stored_linear(folder, dialect, f"model.layers.{layer}.mlp.experts.{e}.{part}_proj")
+
+
+def stored_linear(folder, dialect, stem):
     """value = code * sf * global_scale, from the files by themselves."""
     from safetensors import safe_open
 
+    stem = f"{stem}."
     with safe_open(folder / "model.safetensors", "pt") as file:
-        stem = f"model.layers.{layer}.mlp.experts.{e}.{part}_proj."
         if dialect == "modelopt":
             codes, sf, scale = (file.get_tensor(stem + s) for s in ("weight", "weight_scale", "weight_scale_2"))
         else:
@@ -233,13 +261,96 @@ def test_a_block_by_hand():
     assert blocks_of(codes, sf).tolist() == [[1, 2, 3, 4, *of_16 * 4]]
 
 
-def test_what_else_is_quantized_stays_as_the_base_has_it(model, made, tmp_path, capsys):
-    folder, _ = quantized(tmp_path, qwen, "modelopt", lambda key: is_expert(key) or key.endswith("q_proj.weight"))
-    base = write_base(tmp_path / "base.gguf", model)
+# ---- linears -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize(
+    ("heads", "saved"), [(None, None), ((4, 2), (4, 2)), ((4, 2), (4, [2, 2])), ((4, 4), (4, None)), (None, (3, 5))]
+)
+def test_linears_are_those_of_the_checkpoint(heads, saved, dialect, tmp_path, settings):
+    """Also with the rows of q and k in llama.cpp's order, and a number of heads for all layers, or for each."""
+
+    def with_heads(writer):
+        q, k = saved or (None, None)
+        if q is not None:
+            writer.add_head_count(q)
+        if k is not None:
+            writer.add_head_count_kv(k)
+
+    settings(with_heads)
+    model = make(lambda: qwen3_moe(E, 64, num_key_value_heads=heads[1] if heads else 2))
+    model.save_pretrained(tmp_path / "dense")
+    folder = converted(tmp_path / "dense", tmp_path / "4-bit", recipe="mse", dialect=dialect, linears="all")
+    base = write_base(tmp_path / "base.gguf", model, more=linears_of(model, heads))
     report = export_gguf(folder, base, tmp_path / "out.gguf")
-    assert report.left == [f"model.layers.{layer}.self_attn.q_proj" for layer in range(LAYERS)]
-    assert main(["export", str(folder), str(tmp_path / "again.gguf"), "--base", str(base)]) == 0
-    assert "note: 2 other 4-bit matrices of" in capsys.readouterr().out
+    reader, tensors = read(tmp_path / "out.gguf")
+    assert len(tensors) == len(reader.tensors) == len(read(base)[1]) + LAYERS * (3 + len(LINEARS)) + 1
+    for ours, theirs in OF_BASE.items():
+        found, scale = tensors[f"{theirs}.weight"], tensors[f"{theirs}.scale"]
+        assert found.tensor_type == gguf.GGMLQuantizationType.NVFP4 and list(scale.shape) == [1]
+        want = stored_linear(tmp_path / "4-bit", dialect, ours)
+        if heads and theirs.endswith(("_q", "_k")):
+            want = rotated(want, heads[theirs.endswith("_k")])
+        assert torch.equal(torch.from_numpy(gguf.quants.dequantize(found.data, found.tensor_type) * scale.data), want)
+    for e in range(E):
+        assert torch.equal(value(tensors, 1, "down", e), stored(tmp_path / "4-bit", dialect, 1, "down", e))
+    names, allowed = (reader.get_field(name).contents() for name in export.EXTRA)
+    assert {f"{theirs}.weight" for theirs in OF_BASE.values()} <= set(names) and not any(allowed)
+    assert report.matrices == LAYERS * (3 * E + len(LINEARS)) + 1 and not report.left and 0.05 < report.error < 0.2
+    nvfp4 = [t.n_bytes for t in reader.tensors if t.tensor_type.name == "NVFP4" or t.name.endswith(".scale")]
+    assert report.after == sum(map(int, nvfp4))
+
+
+def left(made, base, out, capsys, folder="all-modelopt", *options):
+    """The names of linears that stay, by the reason in the notes; the file has them as the base does."""
+    assert main(["export", str(made / folder), str(out), "--base", str(base), *options]) == 0
+    before, after = read(base)[1], read(out)[1]
+    for name in before:
+        assert (
+            "_exps" in name
+            or before[name].data.tobytes() == after[name].data.tobytes()
+            or f"{name[:-7]}.scale" in after
+        )
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    return {note.partition("because ")[2].partition(": ")[0]: note for note in notes}, after
+
+
+def test_linears_that_the_base_has_not_stay(model, made, tmp_path, capsys):
+    """q, k and v in one, and the embedding as the head."""
+    more = [(name, w) for name, w in linears_of(model) if name.endswith("attn_output.weight")]
+    base = write_base(tmp_path / "base.gguf", model, more=more)
+    notes, after = left(made, base, tmp_path / "out.gguf", capsys)
+    (note,) = notes.values()
+    assert "note: 7 other 4-bit matrices" in note and "fused ones, or the embedding as the head: lm_head, model" in note
+    assert {name for name in after if name.endswith(".scale") and "_exps" not in name} == {
+        f"blk.{layer}.attn_output.scale" for layer in range(LAYERS)}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["deepseek2", "something-new"])
+def test_linears_whose_scale_is_not_used_stay(architecture, model, made, tmp_path, capsys):
+    base = write_base(tmp_path / "base.gguf", model, architecture=architecture, more=linears_of(model))
+    notes, after = left(made, base, tmp_path / "out.gguf", capsys, "all-modelopt", "--any-architecture")
+    (why,) = notes
+    assert why == f"llama.cpp's graph for {architecture} was not seen to multiply with their global scales"
+    assert "note: 9 other" in notes[why] and all("_exps" in n for n in after if n.endswith(".scale"))
+
+
+def test_linear_attention_of_qwen3_next_stays():
+    """Its graph multiplies with the scales of attention and shared experts, and not with these."""
+    for name in ("ssm_in", "ssm_out", "attn_qkv", "attn_gate", "ffn_gate_inp_shexp"):
+        assert name not in export.USE_SCALES["qwen3next"]
+
+
+def test_linears_that_have_no_blocks_of_64_stay(tmp_path, capsys):
+    model = make(lambda: qwen3_moe(E, 64, num_attention_heads=3, num_key_value_heads=1))  # o_proj has 48 columns
+    model.save_pretrained(tmp_path / "dense")
+    converted(tmp_path / "dense", tmp_path / "4-bit", recipe="max", linears="attention")
+    base = write_base(tmp_path / "base.gguf", model, more=linears_of(model))
+    notes, after = left(tmp_path, base, tmp_path / "out.gguf", capsys, "4-bit")
+    (note,) = notes.values()
+    assert "note: 2 other" in note and "no multiple of 64: model.layers.0.self_attn.o_proj" in note
+    assert after["blk.1.attn_q.weight"].tensor_type.name == "NVFP4" and "output.scale" not in after
 
 
 # ---- what does not fit ------------------------------------------------------------------------------------------
@@ -276,6 +387,20 @@ def zero(name, w):
 def test_another_model(change, named, model, made, tmp_path):
     base = write_base(tmp_path / "base.gguf", model, change=change)
     refused(made, base, tmp_path / "out.gguf", named)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda w: w[:16], r"blk.1.attn_v.weight of the base is \[16, 64\], and .*1.self_attn.v_proj is \[32, 64\]"),
+        (lambda w: w[::-1], "1.self_attn.v_proj differs from its place in blk.1.attn_v.weight of the base by 1"),
+        (lambda w: 0 * w, "1.self_attn.v_proj differs from .* by everything: it is zero there"),
+    ],
+)  # fmt: skip
+def test_linears_of_another_model(change, named, model, made, tmp_path):
+    more = [(name, change(w).copy() if "1.attn_v" in name else w) for name, w in linears_of(model)]
+    base = write_base(tmp_path / "base.gguf", model, more=more)
+    refused(made, base, tmp_path / "out.gguf", named, folder="all-modelopt")
 
 
 def test_an_expert_that_was_pruned_in_both(tmp_path, model):
