@@ -1,13 +1,13 @@
 """The cases of the self-test: small layers and linears on one backend, compared with the reference on the CPU.
 
 A group is a function of a `Place`: it yields cases, whose kernels are then compiled together, or findings of its own.
-Each group runs in a process of its own (see `run`). Weights are random bytes, of which all occur; the reference
-(`moe_nvfp4.reference`) gets copies of them.
+Each group runs in a process of its own (see `run`). Weights are random bytes, of which all occur, block scales of 0 and
+subnormal ones too; the reference (`moe_nvfp4.reference`) gets copies of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +28,15 @@ from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Matrices, is_quantized
 Findings = Iterator[Finding]
 GATES = {
     "silu": SILU,
-    "swiglu_oai": Gate("silu", alpha=1.702, limit=7.0, up_offset=1.0),
+    "swiglu_oai": Gate("silu", alpha=1.702, limit=1.0, up_offset=1.0),  # a limit that many values reach
     "gelu_tanh": Gate("gelu_tanh"),
     "relu2": Gate("relu2", gated=False),
     "clamped": Gate("silu", limit=2.0, clamp_after=True),
 }
 TOKENS = (1, 16, 70)  # few, in the kernels for few tokens; more than a tile
+MANY = 600  # the rows of one expert, or of a linear, from which kernels go on in another way
+# Bytes of block scales, [from, to): expert e has the band e. In one matrix the largest would hide what all others give.
+BANDS = ((0x30, 0x40), (0, 0x10), (0x60, 0x7F), (0x40, 0x60), (0x10, 0x30))
 
 
 class Place(NamedTuple):
@@ -54,19 +57,36 @@ class Place(NamedTuple):
         return f"{self.backend.name} {reason}" if reason else None
 
 
+def block_scales(band: int, shape: Sequence[int], g: torch.Generator) -> tuple[Tensor, float]:
+    """(random bytes of a band, the root of the mean square of its numbers)."""
+    low, high = BANDS[band % len(BANDS)]
+    numbers = torch.arange(low, high, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.randint(low, high, tuple(shape), generator=g), numbers.square().mean().sqrt().item()
+
+
 def layer_of(
-    E: int, H: int, I: int, gate: Gate = SILU, activations: str = "bf16", bias: bool = False, static: bool = False
+    E: int,
+    H: int,
+    I: int,
+    gate: Gate = SILU,
+    activations: str = "bf16",
+    bias: torch.dtype | None = None,
+    static: bool = False,
 ) -> NVFP4Experts:
     """A layer of random bytes on the CPU; y is of the size of x."""
     g = torch.Generator().manual_seed(E * H + I)
-    layer = NVFP4Experts(E, H, I, gate, activations, torch.bfloat16 if bias else None, input_scale=static)
+    layer = NVFP4Experts(E, H, I, gate, activations, bias, input_scale=static)
     for name, p in layer.named_parameters():
         if name.endswith("_input_scale"):
             p.copy_((torch.rand(p.shape, generator=g) + 0.5) * 2e-3)
-        elif name.endswith("global_scale"):  # codes and block scales have a mean square of 9 and 1.4
-            p.copy_((torch.rand(p.shape, generator=g) + 0.5) / (3.6 * (I if name.startswith("down") else H) ** 0.5))
+        elif name.endswith("global_scale"):  # codes have a mean square of 9
+            size = torch.tensor([block_scales(e, (), g)[1] for e in range(E)])
+            p.copy_(
+                (torch.rand(p.shape, generator=g) + 0.5) / (3 * size * (I if name.startswith("down") else H) ** 0.5)
+            )
         elif name.endswith("_sf"):
-            p.copy_(torch.randint(0x30, 0x40, p.shape, generator=g))
+            for e in range(E):
+                p[e] = block_scales(e, p.shape[1:], g)[0]
         elif p.dtype == torch.uint8:
             p.copy_(torch.randint(0, 256, p.shape, generator=g))
         else:
@@ -76,13 +96,20 @@ def layer_of(
     return layer
 
 
-def linear_of(N: int, K: int, activations: str) -> NVFP4Linear:
+def linear_of(
+    N: int, K: int, activations: str, bias: torch.dtype | None = None, static: bool = False, band: int = 0
+) -> NVFP4Linear:
     """A linear of random bytes on the CPU."""
     g = torch.Generator().manual_seed(N)
-    linear = NVFP4Linear(K, N, torch.bfloat16, activations)
+    linear = NVFP4Linear(K, N, bias, activations)
+    sf, size = block_scales(band, (N, K // 16), g)
     linear.weight.data.copy_(torch.randint(0, 256, (N, K // 2), generator=g))
-    linear.get_parameter("weight_sf").copy_(torch.randint(0x30, 0x40, (N, K // 16), generator=g))
-    linear.get_parameter("weight_global_scale").fill_(1 / (3.6 * K**0.5))
+    linear.get_parameter("weight_sf").copy_(sf)
+    linear.get_parameter("weight_global_scale").fill_(1 / (3 * size * K**0.5))
+    if bias is not None:
+        linear.get_parameter("bias").copy_(torch.randn(N, generator=g))
+    if static:
+        linear.set_input_scales(torch.tensor(2e-3))
     return linear
 
 
@@ -185,7 +212,8 @@ def gates(at: Place) -> Iterator[Case]:
             for dtype in at.dtypes:
                 for T in TOKENS[1:]:
                     case = f"{name}{', biases' * bias}, {_name(dtype)}, T {T}"
-                    yield Case(case, layer_of(8, 192, 144, gate, bias=bias), batch_of(T, 192, 8, 2, dtype))
+                    layer = layer_of(8, 192, 144, gate, bias=dtype if bias else None)
+                    yield Case(case, layer, batch_of(T, 192, 8, 2, dtype))
     layer = layer_of(4, 128, 96, Gate("raw"))
     layer.own_gate = _own_gate  # type: ignore[method-assign, assignment]
     yield Case("the model's own gate", layer, batch_of(24, 128, 4, 2))
@@ -209,7 +237,7 @@ def w4a4(at: Place) -> Iterator[Case]:
 def routing(at: Place) -> Iterator[Case]:
     """Ragged and empty groups, and numbers of experts that are no power of two."""
     for E, top_k, sizes in ((8, 2, (70, 0, 1, 0, 33, 2, 0, 6)), (5, 1, (0, 0, 41, 0, 1)), (1, 1, (19,)),
-                            (60, 4, (1,) * 40 + (0,) * 20), (8, 8, (9,) * 8)):  # fmt: skip
+                            (1, 1, (MANY,)), (60, 4, (1,) * 40 + (0,) * 20), (8, 8, (9,) * 8)):  # fmt: skip
         flat = [e for e, n in enumerate(sizes) for _ in range(n)]
         flat += [E, -1] * 3 + [-1] * (-(len(flat) + 6) % top_k)
         order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(E))
@@ -222,6 +250,9 @@ def routing(at: Place) -> Iterator[Case]:
     yield Case("no tokens", layer_of(8, 128, 64), none)
     many = batch_of(40, 128, 8, 2)
     yield Case("int32 ids", layer_of(8, 128, 64), (many[0], many[1].int(), many[2]))
+    for dtype in (torch.bfloat16, torch.float16):
+        weights = (many[2] - 0.6).to(dtype)
+        yield Case(f"{_name(dtype)} weights of either sign", layer_of(8, 128, 64), (*many[:2], weights))
 
 
 def sizes(at: Place) -> Iterator[Case]:
@@ -233,14 +264,15 @@ def sizes(at: Place) -> Iterator[Case]:
 
 
 def linears(at: Place) -> Iterator[Case]:
-    """Single linears."""
-    for N, K in ((256, 192), (72, 48), (1000, 2048)):
-        for activations in ("bf16", "nvfp4"):
+    """Single linears: with and without a bias, by dynamic and static scales."""
+    for band, (N, K) in enumerate(((256, 192), (72, 48), (1000, 2048))):
+        biased, static = band > 0, band == 1
+        for activations in ("bf16", "nvfp4", "nvfp4_four_over_six"):
             for dtype in at.dtypes:
-                linear = linear_of(N, K, activations)
-                for T in TOKENS:
-                    case = f"[{N}, {K}], {activations}, {_name(dtype)}, T {T}"
-                    yield Case(case, linear, batch_of(T, K, 2, 1, dtype)[:1])
+                linear = linear_of(N, K, activations, dtype if biased else None, static, band)
+                for T in (*TOKENS, MANY):
+                    how = f"{', a bias' * biased}, {activations}{', static' * (static and is_quantized(activations))}"
+                    yield Case(f"[{N}, {K}]{how}, {_name(dtype)}, T {T}", linear, batch_of(T, K, 2, 1, dtype)[:1])
 
 
 def gradients(at: Place) -> Findings:
@@ -470,7 +502,7 @@ def _first(at: Place, problem: Problem) -> Iterator[Case]:
     E = min(E, EXPERTS)
     of_kind = next((g for g in GATES.values() if g.kind == gate), Gate(gate, gated=gate != "relu2"))
     for bias in (False, True):
-        layer = layer_of(E, H, I, of_kind, activations, bias)
+        layer = layer_of(E, H, I, of_kind, activations, dtype if bias else None)
         if gate == "raw":
             layer.own_gate = _own_gate  # type: ignore[method-assign, assignment]
         elif not fused:

@@ -1,9 +1,11 @@
 """The self-test passes here, and finds what is planted: a wrong element, a hang, a crash."""
 
 import json
+import math
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from moe_nvfp4 import NVFP4Experts
 from moe_nvfp4.cli import main
+from moe_nvfp4.kernels.cpu import CPU
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.selftest import cases, report, run
 from moe_nvfp4.selftest.compare import LIMITS, Finding, Limit, compare, same_bits
@@ -115,6 +118,45 @@ def test_planted_mistakes_are_found(mistake, tmp_path, monkeypatch):
     group = run.run_group("cpu", "cpu", name, quick=True, limit=8 if "sleep" in mistake else 120)
     assert any(re.search(MISTAKES[mistake], finding.why) for finding in group.wrong), group
     assert "/home" not in json.dumps([report.scrubbed(finding.why) for finding in group.wrong])
+
+
+def _spoil_scales(change):
+    return lambda x, ids, p, w: (x, ids, p, replace(w, w13=w.w13._replace(sf=change(w.w13.sf))))
+
+
+def _spoil_biases(x, ids, p, w):
+    float32 = w.w13.bias is not None and w.w13.bias.dtype == torch.float32
+    return x, ids, p, w.biased(w.w13.bias, torch.zeros_like(w.w2.bias)) if float32 else w
+
+
+def _spoil_clamps(x, ids, p, w):
+    return x, ids, p, w if w.gate.clamp_after else replace(w, gate=replace(w.gate, limit=math.inf))
+
+
+def _spoil_many(x, *others):
+    return torch.cat([x[:300], x[:-300]]) if len(x) > 300 else x, *others
+
+
+SPOILT = {  # group, function, what its arguments become
+    "block scales below the normal ones": ("gates", "experts", _spoil_scales(lambda sf: sf.where(sf >= 8, 0))),
+    "block scales above 2": ("gates", "experts", _spoil_scales(lambda sf: sf.clamp(max=0x40))),
+    "fp32 biases": ("gates", "experts", _spoil_biases),
+    "a limit before the activation": ("gates", "experts", _spoil_clamps),
+    "negative weights": ("routing", "experts", lambda x, ids, p, w: (x, ids, p.abs(), w)),
+    "many rows": ("routing", "experts", _spoil_many),
+    "many rows of a linear": ("linears", "linear", _spoil_many),
+    "a linear's bias": ("linears", "linear", lambda x, w: (x, w._replace(matrix=w.matrix._replace(bias=None)))),
+    "a linear's scale": ("linears", "linear", lambda x, w: (x, w._replace(input_scale=None))),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("what", SPOILT)
+def test_kernels_that_neglect_something_are_found(what, monkeypatch):
+    group, function, spoil = SPOILT[what]
+    right, place = getattr(cpu, function), cases.place("cpu", "cpu", False)
+    monkeypatch.setattr(CPU, function, lambda self, *args: right(*spoil(*args)))
+    assert [finding for finding in cases.findings(place, group) if finding.right is False]
 
 
 @needs_library
