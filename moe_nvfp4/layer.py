@@ -151,13 +151,13 @@ class ExpertsLayer(Prepared):
                     "meta device holds no numbers; load the weights, or give the layer memory (to_empty(device=...))"
                 )
         self.unpack()
-        self.recipe = recipe
         tensors: dict[str, Tensor] = {}
         for name, matrix, columns in ((self.up_name, w13, importance[0]), ("down_proj", w2, importance[1])):
             try:
                 tensors |= quantize_expert(matrix, name, recipe, importance=columns)
             except ValueError as error:
                 raise ValueError(f"{name} of expert {e}: {error}") from None
+        self.recipe = recipe
         for key, tensor in tensors.items():
             getattr(self, key).data[e] = tensor
 

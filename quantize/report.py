@@ -12,7 +12,8 @@ from moe_nvfp4.quantize.linears import Linear
 
 @dataclass
 class ConversionReport:
-    """What a conversion did, or (dry_run) would do. Sizes are those of weight files, in bytes."""
+    """What a conversion did, or (dry_run) would do. Sizes are in bytes; `bytes_before` is that of weight files, all
+    others are those of tensors."""
 
     source: Path
     destination: Path

@@ -453,7 +453,8 @@ def test_what_fails_leaves_the_layer_as_it_was():
     layer, one = make(static=True), torch.tensor(1.0)
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(ValueError, match="down_proj of expert 1: 1536 of 1536 weights are NaN"):
-        layer.load_expert(1, torch.randn(2 * I, H), torch.full((H, I), torch.nan))
+        layer.load_expert(1, torch.randn(2 * I, H), torch.full((H, I), torch.nan), "four_over_six")
+    assert layer.recipe == "mse"  # by which adapters are merged
     for scale, rule in [(one * torch.nan, "is nan: a global scale"), (one * 0, "is 0.0: a global scale"),
                         (torch.ones(E), r"is one number, for all experts, got shape \(5,\)")]:  # fmt: skip
         with pytest.raises(ValueError, match=f"down_proj_input_scale.* {rule}"):
