@@ -28,6 +28,7 @@ from moe_nvfp4.kernels.sm90.plan import (  # noqa: E402
     NARROW,
     TILE_SHAPES,
     TWO_CTAS,
+    WIDE,
     LayerShape,
     plan_for,
 )
@@ -279,9 +280,11 @@ def test_h_is_quantized_to_the_bit(emulator, tile, I, activations, static):
 LINEARS = {
     "8": (TILE_SHAPES[0], 2, 272, 464, 11, True),
     **{f"{t.BN}, K in {t.KS}": (t, parts, N, 64 * t.KB * parts - 48, T, static)
-       for t, parts, N, T, static in zip(NARROW, (2, 1, 1, 2, 2, 1, 4), (144, 160, 80, 80, 16, 80, 16),
-                                         (5, 9, 16, 9, 33, 25, 41), (None, False, None, None, True, None, None),
-                                         strict=True)},
+       for t, parts, N, T, static in zip(NARROW, (2, 1, 1, 2, 2, 1), (144, 160, 80, 80, 16, 80),
+                                         (5, 9, 16, 9, 33, 25), (None, False, None, None, True, None), strict=True)},
+    **{f"{t.BN}, {t.NWG} warpgroups": (t, parts, N, 64 * t.KB * parts - 48, T, static)
+       for t, parts, N, T, static in zip(WIDE[::2], (1, 1, 4, 2, 1), (144, 80, 80, 208, 272), (9, 100, 160, 64, 131),
+                                         (None, True, False, None, None), strict=True)},
     "128": (TILE_SHAPES[7], 2, 80, 208, 131, False),
     "dense": (None, 1, 80, 64, 40, False),
 }  # fmt: skip
@@ -319,8 +322,8 @@ def test_linears(emulator, monkeypatch, name):
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("tile, split_k, T, bias, static", [
     (NARROW[0], 2, 3, True, None), (NARROW[2], 1, 9, False, False), (TILE_SHAPES[3], 1, 7, True, None),
-    (None, 1, 5, True, False),
-], ids=["8", "16", "48", "dense"])  # fmt: skip
+    (WIDE[6], 1, 7, False, None), (None, 1, 5, True, False),
+], ids=["8", "16", "48", "three warpgroups", "dense"])  # fmt: skip
 def test_joined_linears(emulator, monkeypatch, tile, split_k, T, bias, static):
     """One launch gives each linear's columns, with its own global scale."""
     g, K, parts = torch.Generator().manual_seed(T), 64 * tile.KB * split_k - 48 if tile else 80, (128, 256, 80)

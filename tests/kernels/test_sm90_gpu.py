@@ -359,7 +359,7 @@ def make_linear(N, K, bias=True, activations="bf16", static=False):
     return linear.cuda()
 
 
-@pytest.mark.parametrize("T", [1, 8, 9, 30, 64, 100, 257, 1500])
+@pytest.mark.parametrize("T", [1, 8, 9, 30, 64, 100, 150, 257, 700, 1500])
 @pytest.mark.parametrize(("N", "K"), [(4096, 2048), (576, 7168), (30000, 256), (80, 144), (1024, 8192)])
 def test_linears(N, K, T):
     """Tiles of all sizes, K in parts and whole, dense weights."""

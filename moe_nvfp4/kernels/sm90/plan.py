@@ -133,9 +133,16 @@ def expected(f, mean: float) -> float:
 NARROW = (
     K_IN_4, K_IN_2, TileShape(16, KS=4, KB=8, stages=5, group=4), TileShape(16, KS=2, KB=8, stages=4, group=4),
     TileShape(32, small=24, KS=4, KB=8, stages=3, group=4), TileShape(32, small=24, KS=2, KB=4, stages=5, group=4),
-    TileShape(64, small=48, KS=2, KB=4, stages=3, group=4),
 )  # fmt: skip
-LINEAR_TILES = (*NARROW, *(tile for tile in TILE_SHAPES if tile.BN in (8, 32, 48, 64, 96, 128)))
+# For more tokens: a linear has so few tiles that their size decides how evenly the multiprocessors share them. Two
+# warpgroups of 64 rows, or three, have registers for up to 192 tokens, which dequantize each weight less often.
+_TWO, _THREE = dict(NWG=2, group=4, registers=(224, 56)), dict(NWG=3, group=4, registers=(152, 56))
+WIDE = (
+    TileShape(64, stages=4, **_TWO), TileShape(80, stages=3, **_TWO), TileShape(96, stages=3, **_TWO),
+    TileShape(128, KB=2, **_TWO), TileShape(160, KB=2, stages=4, **_TWO), TileShape(192, KB=2, stages=3, **_TWO),
+    TileShape(64, stages=3, **_THREE), TileShape(96, KB=2, **_THREE), TileShape(128, KB=2, stages=4, **_THREE),
+)  # fmt: skip
+LINEAR_TILES = (*NARROW, *(tile for tile in TILE_SHAPES if tile.BN in (8, 32, 64, 128)), *WIDE)
 DENSE_ELEMENTS = 1 << 28  # the most weights that are dequantized at once: 512 MiB
 
 
@@ -151,11 +158,11 @@ def plan_linear(N: int, K: int, T: int, multiprocessors: int) -> tuple[TileShape
 
 
 def _linear_time(tile: TileShape, parts: int, N: int, K: int, T: int, multiprocessors: int) -> float:
-    """Microseconds, from a model of 533 launches on an H200 (2026-11-22, twelve matrices, 1 to 4096 tokens). Among
-    these, its choice was 0.5 % slower than the fastest on average, and at most 10 %.
+    """Microseconds, from a model of 1197 launches on an H200 (2026-11-27, eleven matrices, 32 to 2048 tokens). Among
+    these, its choice was 0.3 % slower than the fastest on average, and at most 6 %.
 
-    A multiprocessor reads 58 bytes per nanosecond, and multiplies 64 x 64 weights by n tokens in 0.77 * (64 + n) ns.
-    Parts of K cost a launch that adds them up, and their traffic through L2.
+    A multiprocessor reads 66 bytes per nanosecond, and multiplies 64 x 64 weights by n tokens in 52 + 0.77 n ns. Parts
+    of K cost a launch that adds them up, and their traffic through L2.
     """
     rows64, k64 = -(-N // UNIT), -(-K // UNIT)
     each = tile.split_blocks(k64, parts.bit_length() - 1)
@@ -163,9 +170,9 @@ def _linear_time(tile: TileShape, parts: int, N: int, K: int, T: int, multiproce
     if parts > 1 and (tiles > multiprocessors or each * (parts - 1) >= k64):
         return math.inf  # a part would be empty, or would have to wait
     n = tile.small if T <= tile.small else tile.BN
-    unit = max(0.77 * (64 + n), (4 * UNIT_WORDS + 128 * tile.BN / tile.m_blocks) / 58)
+    unit = max(52 + 0.77 * n, (4 * UNIT_WORDS + 128 * tile.BN / tile.m_blocks) / 66)
     busiest = -(-tiles // multiprocessors) * (min(each, k64) * tile.m_blocks * unit + 300) / 1e3
-    added = 1 + parts / 10 + parts * T * N * 8 / 4e6 if parts > 1 else 0
+    added = 1.6 + parts / 10 + parts * T * N * 8 / 6e6 if parts > 1 else 0
     return 5 + max(busiest, N * K * 9 / 16 / 4.3e6, _roof(N, K, T)) + busiest / 16 + added
 
 
