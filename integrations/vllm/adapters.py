@@ -127,12 +127,6 @@ def check_config(said: dict[str, Any], folder: str) -> None:
             f"adapter {folder!r} was trained to be merged (nvfp4_mergeable), and is worth nothing beside the "
             "weights: merge_and_unload() and save_pretrained() with PEFT, and serve that folder"
         )
-    patterns = said.get("rank_pattern") or said.get("alpha_pattern")
-    if patterns and len(said.get("target_parameters") or ()) == 1:
-        raise NotImplementedError(
-            f"adapter {folder!r}: {patterns} of one of the experts' parameters, whose tensors do not say which one it "
-            "is: serve it with transformers (PEFT)"
-        )
 
 
 class ExpertsAdapter:

@@ -157,8 +157,17 @@ def _loading(load: Callable[..., LoRAModel]) -> Callable[..., LoRAModel]:
     def _load_adapter(self: LRUCacheWorkerLoRAManager, lora_request: LoRARequest) -> LoRAModel:
         model, manager = load(self, lora_request), self._adapter_manager
         folder = utils.get_adapter_absolute_path(lora_request.lora_path)
-        check_config(json.loads(Path(folder, "adapter_config.json").read_text("utf-8")), folder)
+        said = json.loads(Path(folder, "adapter_config.json").read_text("utf-8"))
+        check_config(said, folder)
+        patterns = said.get("rank_pattern") or said.get("alpha_pattern")
         for name, module in getattr(manager, "experts", {}).items():  # none where a manager was made before `install`
+            both = module.method.share.gated and f"{name}.base_layer" in model.loras
+            if patterns and name in model.loras and not both:
+                raise NotImplementedError(
+                    f"adapter {folder!r}: {patterns}, and its tensors of {name} do not say which one of the experts' "
+                    "parameters they are of (vLLM takes them for down_proj, and a second for gate_up_proj): serve it "
+                    "with transformers (PEFT)"
+                )
             module.take(model.loras, name, folder)
         return model
 

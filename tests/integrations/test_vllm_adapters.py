@@ -127,6 +127,7 @@ def changed(model, path, change, of="both", **said):
 
 
 A = "base_model.model.model.layers.1.mlp.experts.lora_A.weight"
+INNER = "base_model.model.model.layers.1.mlp.experts.base_layer.lora_{}.weight"
 SAME = lambda files: None  # noqa: E731
 
 
@@ -263,7 +264,11 @@ def test_each_request_chooses(model, nvfp4, by_peft, tmp_path, monkeypatch):
         same(choose(names), by_peft(["both" if name == "both single" else name for name in names]))
     refused = {
         "mergeable": (SAME, {"nvfp4_mergeable": True}, "trained to be merged"),
-        "pattern": (SAME, {"alpha_pattern": {"x": 2}, "target_parameters": BOTH[:1]}, "do not say which one"),
+        "pattern": (
+            lambda files: [files.pop(INNER.format(side)) for side in "AB"],
+            {"alpha_pattern": {"gate_up_proj": 9}},
+            r"layers\.1\.mlp\.experts do not say which one",
+        ),
         "side": (lambda files: files.pop(A), {}, "has lora_A or lora_B only"),
         "wide": (lambda files: files.update({A: files[A][:, :-1].clone()}), {}, "of another model"),
         "layers": (lambda files: also(files, "model.layers.7.mlp.experts"), {}, r"layers\.7\S* and others"),
