@@ -250,11 +250,12 @@ def _distance(
     if order is not None:
         whole = values(0, len(rows))[order]
         values = lambda a, b: whole[a:b]
+    norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
     square = of_rows = 0.0
     for a in range(0, len(rows), ROWS):
-        before = torch.tensor(dequantize(rows[a : a + ROWS])).double()
-        square += float((values(a, a + len(before)).double() - before).square().sum())
-        of_rows += float(before.square().sum())
+        before = torch.tensor(dequantize(rows[a : a + ROWS]))
+        square += float(norm(values(a, a + len(before)) - before)) ** 2
+        of_rows += float(norm(before)) ** 2
     if of_rows == 0:
         return math.inf if square else 0.0
     return math.sqrt(square / of_rows)
