@@ -160,6 +160,12 @@ def test_each_case_catches_a_mistake(name, wanted):
     assert runner.judge(*wanted(name), right, CPU).right
 
 
+@pytest.mark.parametrize("scale", ["x_scale", "h_scale"])
+def test_each_expert_has_static_scales_of_its_own(scale, wanted):
+    mistake = changed(**{scale: lambda g: getattr(g, scale)[:1].repeat(len(g.up_scale))})
+    assert runner.judge(*wanted("W4A4"), mistake, CPU).right is False
+
+
 def test_one_wrong_element_is_found(wanted):
     """Its error is small beside the norm, and beyond the bound."""
 
