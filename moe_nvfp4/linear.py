@@ -25,8 +25,9 @@ class NVFP4Linear(Prepared):
     activations="nvfp4" (without it, one scale per row); pre_quant_scale [K], where that argument is a dtype:
     x is multiplied by it first (AWQ).
 
-    On Hopper GPUs, loading a model or else the first call brings codes and block scales into the layout of the
-    kernels (see `prepare`); `state_dict`, and everything that moves or loads parameters, still sees them as above.
+    On Hopper and Blackwell GPUs, loading a model or else the first call brings codes and block scales into the layout
+    of their kernels (see `prepare`); `state_dict`, and everything that moves or loads parameters, still sees them as
+    above.
     """
 
     weight: nn.Parameter

@@ -162,7 +162,7 @@ class Importance:
         """
         layer = self.layer(module)
         found = layer.h if part in ("down_proj", "w2") else layer.x
-        if e >= len(found) or found.shape[1] != columns:
+        if not 0 <= e < len(found) or found.shape[1] != columns:
             raise ValueError(
                 f"{module}.{e}.{part} has {columns} input columns, the importance is of {len(found)} experts with "
                 f"{found.shape[1]}: {ANOTHER_MODEL}"

@@ -114,8 +114,9 @@ def test_names():
         ValueError, match="layers.0.mlp.experts has 4 experts, the importance is of 8: it was made with"
     ):
         importance.layer("model.layers.0.mlp.experts", 4)
-    with pytest.raises(ValueError, match="of 8 experts"):
-        importance.of("model.layers.0.mlp.experts", 8, "up_proj", 64)
+    for e in (8, -1):
+        with pytest.raises(ValueError, match="of 8 experts"):
+            importance.of("model.layers.0.mlp.experts", e, "up_proj", 64)
     for other in ("encoder.layers.1.mlp.experts", "layers.1.mlp.experts", "mtp_layers.1.mlp.experts"):
         with pytest.raises(ValueError, match="no importance"):  # the same number is no match
             importance.of(other, 0, "up_proj", 64)
