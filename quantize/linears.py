@@ -214,6 +214,8 @@ def choose(linears: Sequence[Linear], wanted: Sequence[str], exclude: Sequence[s
 def _is_meant(linear: Linear, item: str) -> bool:
     if item == ALL:
         return linear.group is not None
+    if item == "mtp":  # no group: the error says why
+        return linear.why == MTP
     return linear.group == item if item in GROUPS else linear.named(item)
 
 

@@ -232,6 +232,9 @@ def test_a_model_that_transformers_does_not_know(tmp_path):
     report = convert_checkpoint(source, tmp_path / "b", Options(linears="all"), progress=False)
     assert made(tmp_path / "b") == {"lm_head", *(f"model.layers.{i}.self_attn.q_proj" for i in range(2))}
     assert "multi-token prediction" in report.skipped["model.layers.*.self_attn.q_proj"]
+    for linears in ("mtp", ["attention", "mtp"]):
+        with pytest.raises(ValueError, match="'mtp': model.layers.2.self_attn.q_proj stays dense: a multi-token"):
+            converted(source, tmp_path / "c", linears=linears)
     check_bytes(tmp_path / "b", source)
     edit_config(source, tie_word_embeddings=True)
     with pytest.raises(ValueError, match="linears: 'lm_head': lm_head stays dense: it is the embedding"):
