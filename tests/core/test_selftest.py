@@ -7,11 +7,13 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.cli import main
 from moe_nvfp4.kernels.cpu import CPU
 from moe_nvfp4.kernels.cpu import backend as cpu
@@ -157,6 +159,19 @@ def test_kernels_that_neglect_something_are_found(what, monkeypatch):
     right, place = getattr(cpu, function), cases.place("cpu", "cpu", False)
     monkeypatch.setattr(CPU, function, lambda self, *args: right(*spoil(*args)))
     assert [finding for finding in cases.findings(place, group) if finding.right is False]
+
+
+def test_merged_codes_are_rounded_to_even():
+    """A merge that takes what is in the middle of two codes for more than that is found."""
+
+    def merge(codes, sf, scale, a, b):
+        dense = nvfp4.dequantize(codes, sf, scale)
+        dense[..., : a.shape[2]] += b @ a
+        return nvfp4.encode(dense * factor, sf, scale)
+
+    here = cases.Place(SimpleNamespace(merged_codes=merge), torch.device("cpu"))
+    for factor in (1.0, 1 + 1e-6):
+        assert next(cases.merged_codes(here)).right is (factor == 1)
 
 
 @needs_library
