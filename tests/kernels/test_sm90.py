@@ -18,6 +18,8 @@ if shutil.which("cc") is None:
 
 from moe_nvfp4 import format as nvfp4  # noqa: E402
 from moe_nvfp4 import reference  # noqa: E402
+from moe_nvfp4.cli.compile import IN, OUT  # noqa: E402
+from moe_nvfp4.kernels.common.ahead import token_counts  # noqa: E402
 from moe_nvfp4.kernels.common.tensors import settle  # noqa: E402
 from moe_nvfp4.kernels.sm90 import backend as sm90  # noqa: E402
 from moe_nvfp4.kernels.sm90.config import GemmConfig  # noqa: E402
@@ -31,6 +33,7 @@ from moe_nvfp4.kernels.sm90.plan import (  # noqa: E402
     WIDE,
     LayerShape,
     plan_for,
+    plan_linear,
 )
 from moe_nvfp4.routing import Rows, group_by_expert  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate, LinearWeights, Matrices  # noqa: E402
@@ -384,3 +387,16 @@ def test_an_illegal_id_stops(emulator):
     for ids in ([[0], [4]], [[-2], [0]]):
         with pytest.raises(EmulatorError, match="vprintf"):
             sm90.route(torch.tensor(ids), 3)
+
+
+def test_what_a_wheel_compiles_for_linears_is_what_models_need():
+    """The sizes of `compile known --linears` need every kernel that matrices of known models do, on an H200."""
+    known = [(4096, 2048), (512, 2048), (5120, 2048), (2048, 4096), (8192, 8192), (28672, 8192), (8192, 28672),
+             (1536, 7168), (2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (7168, 18432), (6144, 4096),
+             (5120, 2880), (2880, 4096), (151936, 2048), (129280, 7168)]  # fmt: skip
+
+    def kernels(sizes):
+        plans = {plan_linear(N, K, T, 132) for N, K in sizes for T in token_counts()}
+        return {(tile, parts > 1) for tile, parts in plans} | {parts for _, parts in plans}
+
+    assert kernels(known) <= kernels((n * N, K) for K in IN for N in OUT for n in (1, 2))
