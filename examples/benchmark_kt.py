@@ -4,8 +4,8 @@ pip install --no-deps kt-kernel     # it asks for one version of torch, and runs
 python examples/benchmark_kt.py [--seconds 1.0] [--tokens 1,16,128,1024] [--threads N] [--methods NVFP4,AMXINT4]
 
 NVFP4 is the same layer: its codes, and its two scales multiplied and rounded to bf16. kt-kernel runs it with AVX2 only.
-AMXINT4 is its fastest format on CPUs with AMX: integers of 4 bits with a scale for each row, and 8-bit activations. The
-difference from ours is printed. Times are medians and minima of time slices that alternate.
+AMXINT4 is its own format for CPUs with AMX, integers of 4 bits with a scale for each row. The difference from ours is
+printed. Times are medians and minima of time slices that alternate.
 """
 
 import argparse
