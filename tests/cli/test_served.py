@@ -284,6 +284,7 @@ def test_answers_in_another_form(found, separate, capsys):
 ])  # fmt: skip
 def test_answers_of_other_servers(status, headers, body, message, separate, monkeypatch, capsys):
     def answer(self):
+        self.rfile.read(int(self.headers["Content-Length"]))  # closing before this resets the connection
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
