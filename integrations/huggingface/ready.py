@@ -9,6 +9,7 @@ from torch import nn
 
 from moe_nvfp4 import ready
 from moe_nvfp4.experts import NVFP4Experts
+from moe_nvfp4.integrations.huggingface import finegrained
 from moe_nvfp4.integrations.huggingface.graphs import decode_by_graphs
 from moe_nvfp4.quantize.files import TOP_K
 from moe_nvfp4.router import in_one_launch
@@ -25,6 +26,7 @@ def prepare_model(model: Model) -> Model:
     If the config does not say how many experts a token has, or under a name unknown here, the experts' kernels are
     compiled when a call needs them. With MOE_NVFP4_COMPILE=lazy all kernels are.
     """
+    finegrained.prepare(model)
     whole: Any = model  # nn.Module does not declare transformers' attributes
     for top_k in experts_per_token(getattr(model, "config", None)) or (None,):
         ready.prepare(model, top_k, getattr(whole, "dtype", torch.bfloat16))  # a layer by itself has no dtype

@@ -18,6 +18,9 @@ name of ours equals theirs while it is registered (`_Name`).
 Entry of transformers.integrations.moe
     ALL_EXPERTS_FUNCTIONS              "moe_nvfp4", the experts implementation that a 4-bit model reports (experts.py)
 
+Entry of transformers.integrations.finegrained, where there is one (no release has it yet)
+    ALL_FINEGRAINED_EXPERTS_FUNCTIONS  "moe_nvfp4", for experts that transformers itself loaded (finegrained.py)
+
 Entry of peft
     PEFT_TYPE_TO_TUNER_MAPPING         LORA, where PEFT 0.21 or newer is installed: a subclass of PEFT's own (peft.py)
 
@@ -59,6 +62,7 @@ from transformers.quantizers import auto
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moe_nvfp4.integrations.huggingface import finegrained
 from moe_nvfp4.integrations.huggingface.config import ASKED, MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, dense_forward
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
@@ -89,6 +93,7 @@ def register(convert: bool = False) -> None:
     configs["moe_nvfp4"] = MoeNvfp4Config
     auto.AUTO_QUANTIZER_MAPPING["moe_nvfp4"] = MoeNvfp4Quantizer
     ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = dense_forward
+    finegrained.register()
     if MoeNvfp4Config not in registries.LOADING_ATTRIBUTES_CONFIG_TYPES:
         registries.LOADING_ATTRIBUTES_CONFIG_TYPES += OURS
     for method in METHODS:
@@ -112,6 +117,7 @@ def unregister() -> None:
     configs.pop("moe_nvfp4", None)
     auto.AUTO_QUANTIZER_MAPPING.pop("moe_nvfp4", None)
     ALL_EXPERTS_FUNCTIONS.pop(IMPLEMENTATION, None)
+    finegrained.unregister()
     MoeNvfp4Config.__name__ = NAME
     others = tuple(t for t in registries.LOADING_ATTRIBUTES_CONFIG_TYPES if t not in OURS)
     registries.LOADING_ATTRIBUTES_CONFIG_TYPES = others
