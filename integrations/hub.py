@@ -9,6 +9,9 @@ A kernel of the Hub is loaded from a path, and several versions may be in one pr
 the name of the package, which is also the namespace of its torch ops, contains a hash of its files. The sources are
 this package's own: the modules that the layer, its kernels and their self-test import.
 
+If this package brings compiled kernels, as a release does, so does the folder. A kernel's file in the cache folder
+has the same name for both.
+
 The layout is that of https://huggingface.co/docs/kernels/kernel-requirements, for kernels without compiled code
 (torch-noarch). CPU kernels are compiled on first use, as they are here in a checkout.
 """
@@ -25,6 +28,7 @@ from pathlib import Path
 
 import moe_nvfp4
 from moe_nvfp4._version import __version__
+from moe_nvfp4.ready import share_kernels
 
 NAME = "moe-nvfp4"
 VERSION = 1  # of the interface: a number that users of get_kernel name
@@ -84,6 +88,7 @@ def write(folder: str | os.PathLike) -> list[str]:
         for name, text in texts.items():
             (file := folder / "build" / f"torch-{backend}" / name).parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
+        share_kernels(folder / "build" / f"torch-{backend}" / "kernels", backend == "cuda")
     (folder / "build.toml").write_text(BUILD)
     (folder / "README.md").write_text(README)
     return modules

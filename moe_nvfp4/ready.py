@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import defaultdict
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.joined import as_one, backend_of, join, siblings
 from moe_nvfp4.kernels import offload
 from moe_nvfp4.kernels.calls import Call, compile_ahead
+from moe_nvfp4.kernels.common import ahead
 from moe_nvfp4.linear import NVFP4Linear
 
 
@@ -48,8 +51,8 @@ def prepare(
             calls[module.weight.device].append((module.backend(dtype), Call.of(module.weights, dtype)))
     for linears in join(model, dtype):
         calls[linears[0].weight.device].append((linears[0].backend(dtype), Call.of(as_one(linears), dtype)))
-    ahead = compiles_ahead()
-    gpus = {device: these for device, these in calls.items() if device.type == "cuda" and ahead}
+    at_once = compiles_ahead()
+    gpus = {device: these for device, these in calls.items() if device.type == "cuda" and at_once}
     return sum(compile_ahead(these, Gpu.of(device)) for device, these in gpus.items())
 
 
@@ -94,3 +97,11 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
             "other kernels with MOE_NVFP4_BACKEND, on both machines"
         )
     return compile_ahead(calls, gpu)
+
+
+def share_kernels(kernels: Path, cuda: bool) -> None:
+    """Let a copy of this package, in which only imports differ, use this one's compiled kernels: those in the cache
+    folder and, if it is for `cuda`, those that this package brings. kernels: the folder of that name in the copy."""
+    (kernels / ahead.ORIGIN).write_text(f"{ahead.hash_of(kernels)} {ahead.sources()}\n")
+    if cuda and ahead.BROUGHT.exists():
+        shutil.copy(ahead.BROUGHT, kernels)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from moe_nvfp4 import NVFP4Experts
 from moe_nvfp4.integrations import hub
+from moe_nvfp4.kernels.common import ahead
 
 pytest.importorskip("kernels", reason="needs Hugging Face's library kernels")
 
@@ -122,6 +124,32 @@ say(same=torch.equal(experts(*call), theirs(*call)), names=[kernel.__name__, oth
 """
     (found,) = run(folder, given[0], code)
     assert found["same"] and len(set(found["names"])) == 2
+
+
+@pytest.mark.slow
+def test_compiled_kernels_of_the_package_are_its_own(given, tmp_path, monkeypatch):
+    """A kernel's file has the same name, until somebody changes the folder's sources; a wheel's kernels come along."""
+    pytest.importorskip("triton", reason="names Triton's kernels")
+    from moe_nvfp4.kernels.portable import launch
+
+    monkeypatch.setattr(ahead, "BROUGHT", tmp_path / "compiled.zip")
+    with zipfile.ZipFile(ahead.BROUGHT, "w") as archive:
+        archive.writestr("some.o", b"code")
+    hub.write(folder := tmp_path / "kernel")
+    assert [file.parts[-3:] for file in folder.rglob("compiled.zip")] == [("torch-cuda", "kernels", "compiled.zip")]
+    gemm = (".kernels.portable.gemm", "kernel", (), (1, 2), ())
+    names = [ahead.kernel_file(".o", "sm_90a", 1), launch.cubins.file((9, 0), "moe_nvfp4" + gemm[0], *gemm[1:])]
+    code = f"""
+ahead = import_module(kernel.__name__ + ".kernels.common.ahead")
+launch = import_module(kernel.__name__ + ".kernels.portable.launch")
+name, *rest = {gemm!r}
+say(names=[ahead.kernel_file(".o", "sm_90a", 1).name, launch.cubins.file((9, 0), kernel.__name__ + name, *rest).name])
+"""
+    assert run(folder, given[0], code) == [{"names": [file.name for file in names]}]
+    for changed in folder.glob("build/torch-*/kernels/cpu/backend.py"):
+        changed.write_text(changed.read_text() + "# changed\n")
+    (found,) = run(folder, given[0], code)
+    assert not {file.name for file in names} & set(found["names"])
 
 
 @pytest.mark.slow

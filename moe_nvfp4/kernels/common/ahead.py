@@ -123,7 +123,9 @@ def note(module: str, name: str, *arguments: Any) -> None:
 
 # ---- files ---------------------------------------------------------------------------------------
 
-BROUGHT = Path(__file__).parents[1] / "compiled.zip"
+KERNELS = Path(__file__).parents[1]
+BROUGHT = KERNELS / "compiled.zip"
+ORIGIN = "origin"  # the file with the hash of a Hub kernel's sources, and that of those they were made from
 
 
 @cache
@@ -140,7 +142,7 @@ def kernel_file(suffix: str, *parts: object) -> Path | None:
     package brought it, it is there."""
     if (folder := kernel_folder()) is None:
         return None
-    key = hashlib.sha256(_sources())
+    key = hashlib.sha256(sources().encode())
     for part in parts:
         key.update(b"\0" + str(part).encode())
     file = folder / f"{key.hexdigest()[:32]}{suffix}"
@@ -157,9 +159,21 @@ def _brought() -> zipfile.ZipFile | None:
 
 
 @cache
-def _sources() -> bytes:
-    kernels = Path(__file__).parents[1]
-    return b"".join(file.read_bytes() for file in [*sorted(kernels.rglob("*.py")), kernels.parent / "weights.py"])
+def sources() -> str:
+    """The hash of the sources that kernels are compiled from. A kernel of the Hub has that of the package it was made
+    from, whose compiled kernels are its own: only imports differ (`moe_nvfp4.integrations.hub`)."""
+    own = hash_of(KERNELS)
+    try:
+        written, origin = (KERNELS / ORIGIN).read_text().split()
+    except FileNotFoundError:
+        return own
+    return origin if written == own else own  # own if somebody changed them
+
+
+def hash_of(kernels: Path) -> str:
+    """The hash of the Python files in the folder `kernels` of a package, and of the weights they read."""
+    files = [*sorted(kernels.rglob("*.py")), kernels.parent / "weights.py"]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 # ---- building ------------------------------------------------------------------------------------

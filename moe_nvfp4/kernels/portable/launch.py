@@ -31,6 +31,7 @@ _TYPES = {
     torch.int64: "*i64",
 }  # fmt: skip
 _ALIGNED = 16  # bytes
+PACKAGE = __name__.removesuffix(".kernels.portable.launch")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, arch: str | None = None, **options: Any) -> None:
@@ -104,7 +105,8 @@ class _Cubins(ahead.Variants):
     `driver.Function` needs, and the cubin."""
 
     def file(self, capability: tuple[int, int], *variant: Any) -> Path | None:
-        return ahead.kernel_file(".cubin", triton.__version__, capability, target(), variant)
+        inside = variant[0].removeprefix(PACKAGE), *variant[1:]  # a kernel of the Hub has another name
+        return ahead.kernel_file(".cubin", triton.__version__, capability, target(), inside)
 
     def build(self, capability: tuple[int, int], *variant: Any) -> None:
         self.code(capability, *variant)
