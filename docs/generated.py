@@ -199,20 +199,26 @@ DEVICES = {"24 GB": 24, "32 GB": 32, "48 GB": 48, "80 GB": 80, "141 GB": 141}
 FREE = 0.97  # of a GPU's memory, before the model
 
 
-def packed_model(name: str) -> Any:
-    """A model of MODELS with 4-bit experts, on meta: sizes only."""
+def packed_model(name: str, linears: str | None = None) -> Any:
+    """A model of MODELS with 4-bit experts, and 4-bit `linears`, on meta: sizes only."""
     import torch
     import transformers
 
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+    from moe_nvfp4.integrations.huggingface.converters import choose_linears
     from moe_nvfp4.integrations.huggingface.experts import experts_for, find_experts
+    from moe_nvfp4.linear import NVFP4Linear
 
     kind, settings, _ = MODELS[name]
     with torch.device("meta"):
         config = getattr(transformers, f"{kind}Config")(**settings)
         model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=torch.bfloat16)
     model.parameters_in_total = sum(p.numel() for p in model.parameters())
-    chosen = MoeNvfp4Config()
+    chosen = MoeNvfp4Config(linears=linears)
+    for linear in [linear for fused in choose_linears(model, chosen).fused for linear in fused]:
+        dense = model.get_submodule(linear.model)
+        bias = None if dense.bias is None else dense.bias.dtype
+        model.set_submodule(linear.model, NVFP4Linear(dense.in_features, dense.out_features, bias, device="meta"))
     made: dict[str, Any] = {}  # layers of the same sizes are made once
     for place, module, layout in list(find_experts(model, chosen)):
         if repr(layout) not in made:
@@ -229,9 +235,7 @@ def fits() -> str:
     """Bytes of each model, and how many layers of experts each GPU has room for, by the rule of cpu_experts="auto"."""
     from moe_nvfp4.integrations.huggingface import offload
 
-    rows = []
-    for name in MODELS:
-        model = packed_model(name)
+    def row(name: str, model: Any) -> list[str]:
         layers = len(offload._layers(model))
         experts = sum(map(offload._bytes, offload._layers(model)))
         rest, cache = offload._bytes(model) - experts, offload.CONTEXT * offload.cache_bytes(model)
@@ -242,8 +246,12 @@ def fits() -> str:
                 cells.append("**all**" if there == layers else f"{there} of {layers}")
             except ValueError:
                 cells.append("")
-        sizes = [gigabytes(size) for size in (2 * model.parameters_in_total, experts + rest, experts, rest, cache)]
-        rows.append([name, *sizes, *cells])
+        sizes = 2 * model.parameters_in_total, experts + rest, experts, rest, cache
+        return [name, *map(gigabytes, sizes), *cells]
+
+    bf16 = [row(name, packed_model(name)) for name in MODELS]
+    packed = [row(name, packed_model(name, "all")) for name in MODELS]
+    packed = [[name, all_of_it, rest, *cells] for name, _, all_of_it, _, rest, _, *cells in packed]
     head = ["model", "bf16", "4-bit experts", "of which experts", "the rest", "cache", *DEVICES]
     return f"""# Which model fits where
 
@@ -254,7 +262,15 @@ stay bf16; and of a KV cache of {offload.CONTEXT} tokens as transformers keeps i
 other weights, that cache and 3 GiB of scratch. The experts of the other layers stay in host memory, and
 [the CPU computes them](small_gpus.md). An empty cell: even the other weights do not fit.
 
-{table(head, rows)}
+{table(head, bf16)}
+## With all linears in 4 bits, too
+
+The same with `--linears all`: the rest is then embeddings, routers, norms and biases, and 4-bit attention, shared
+experts, dense MLPs and lm_head. How much accuracy that costs: [accuracy](accuracy.md).
+
+{table(["model", "all in 4 bits", "the rest", *DEVICES], packed)}
+## On a CPU
+
 On a CPU alone, a model needs host memory for the column "4-bit experts" and the cache, or [leaves its experts in their
 files](small_gpus.md#larger-than-the-memory). Several GPUs share a model by `device_map`, tensor or expert parallelism.
 
