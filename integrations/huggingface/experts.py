@@ -466,8 +466,13 @@ def dense_forward(module: nn.Module, *args: Tensor) -> Tensor:
     """The experts implementation "moe_nvfp4" in transformers' registry: it runs dense experts as transformers' default.
 
     4-bit experts do not use the registry. Dense ones do, if they share a config that says "moe_nvfp4" with 4-bit ones,
-    as multi-token prediction layers do.
+    as multi-token prediction layers do, or if the user sets it.
     """
+    if not torch.compiler.is_compiling():
+        logger.warning_once(
+            f"{type(module).__name__} of this model are dense and run by 'grouped_mm', though the experts "
+            f"implementation is {IMPLEMENTATION!r}: swap_experts(model) makes them 4-bit"
+        )
     return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *args)
 
 

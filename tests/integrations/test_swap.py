@@ -22,6 +22,7 @@ from moe_nvfp4.integrations.huggingface import (
     set_activations,
     swap_experts,
 )
+from moe_nvfp4.integrations.huggingface import experts as hf_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import THRESHOLDS, relative_error, stand_for_hopper
@@ -498,6 +499,17 @@ def test_another_experts_implementation_is_an_error(tmp_path):
     swapped = swap_experts(load(source, experts_implementation="eager"), progress=False)
     assert torch.equal(logits(swapped), expected)
     assert swapped.dequantize().get_experts_implementation()[""] == "eager"
+
+
+def test_dense_experts_are_said_to_stay_dense(tmp_path, caplog):
+    """Who sets our implementation on a dense model expects 4-bit experts."""
+    model = load(folder(tmp_path, qwen3_moe))
+    expected = logits(model)
+    model.set_experts_implementation("moe_nvfp4")
+    hf_experts.logger.warning_once.cache_clear()
+    assert torch.equal(logits(model), expected)
+    said = "Qwen3MoeExperts of this model are dense and run by 'grouped_mm', though"
+    assert sum(said in record.message and "swap_experts" in record.message for record in caplog.records) == 1
 
 
 def test_dense_experts_beside_4_bit_ones_keep_their_implementation(tmp_path):
