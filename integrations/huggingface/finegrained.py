@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import swizzle_sf, unswizzle_sf
 from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, ModuleLayout, own_gate, recognise_gate
-from moe_nvfp4.prepared import check_plain
+from moe_nvfp4.prepared import changing, check_plain
 
 MODULE = "transformers.integrations.finegrained"
 # how the names of our parameters end -> of theirs
@@ -94,9 +94,7 @@ def unregister() -> None:
 # ---- the experts implementation ------------------------------------------------------------------
 def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`FineGrainedExperts.forward` by this library: hidden_states [..., H], ids and weights [T, top_k] -> [..., H]."""
-    layer = module._modules.get(IMPLEMENTATION)
-    if layer is None:
-        layer = take(module)
+    layer = module._modules.get(IMPLEMENTATION) or take(module)
     _check_own(module)
     if layer.computes != (computes := _computes(module)):
         layer.gate, layer.computes = recognise_gate(module, layer.layout), computes
@@ -107,7 +105,7 @@ def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
 def prepare(model: nn.Module) -> None:
     """Move the weights of those `FineGrainedExperts` of `model` that this library shall run, before any call."""
     for module in [*model.modules()]:
-        if _class(module) is not None and _ours(module) and IMPLEMENTATION not in module._modules:
+        if _class(module) is not None and _ours(module):
             take(module)
 
 
@@ -178,7 +176,7 @@ class TakenExperts(NVFP4Experts):
 
 
 def take(module: Any) -> TakenExperts:
-    """Move the weights of `FineGrainedExperts` into a new child of it.
+    """Move the weights of `FineGrainedExperts` into a child of it, unless they are there.
 
     NotImplementedError for what the layer cannot do, ValueError for scales that are no numbers: the module is then as
     it was. RuntimeError where torch.compile traces the call.
@@ -188,22 +186,26 @@ def take(module: Any) -> TakenExperts:
             "the first call of the experts moves their weights, which torch.compile cannot trace: call the model once, "
             "or moe_nvfp4.integrations.huggingface.prepare_model(model), and then compile it"
         )
-    layer = TakenExperts(module, _describe(module))
-    layer.weights.validate(type(module).__name__)
-    for source in layer.shapes:
-        parameter = module._parameters[source]
-        parameter.data = parameter.data.new_empty(0)
-    if _first not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_first)
-        module.register_state_dict_pre_hook(_give_back)
-        module.register_load_state_dict_pre_hook(_give_back)
-    module.add_module(IMPLEMENTATION, layer.train(module.training))
+    with changing:
+        if (taken := module._modules.get(IMPLEMENTATION)) is not None:
+            return cast(TakenExperts, taken)
+        layer = TakenExperts(module, _describe(module))
+        layer.weights.validate(type(module).__name__)
+        for source in layer.shapes:
+            parameter = module._parameters[source]
+            parameter.data = parameter.data.new_empty(0)
+        if _first not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_first)
+            module.register_state_dict_pre_hook(_give_back)
+            module.register_load_state_dict_pre_hook(_give_back)
+        module.add_module(IMPLEMENTATION, layer.train(module.training))
     return layer
 
 
 def _give_back(module: nn.Module, *_: Any) -> None:
-    if (layer := module._modules.get(IMPLEMENTATION)) is not None:
-        cast(TakenExperts, layer).give_back()
+    with changing:
+        if (layer := module._modules.get(IMPLEMENTATION)) is not None:
+            cast(TakenExperts, layer).give_back()
 
 
 def _first(module: nn.Module, *_: Any) -> None:

@@ -5,6 +5,7 @@ that class holds. What it computes is compared with a float64 loop over these pa
 """
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -272,6 +273,15 @@ def test_the_weights_are_there_once_and_come_back(make, activation_format):
     assert torch.equal(module(x, ids, weights), other(x, ids, weights)) and not torch.equal(
         module(x, ids, weights), first
     )
+
+
+def test_threads_that_call_first_together(make):
+    module = make("bf16")
+    x, ids, weights = inputs(module)
+    want = reference(module, x.double(), ids, weights)
+    with ThreadPoolExecutor(8) as pool:
+        for y in pool.map(lambda _: module(x, ids, weights), range(16)):
+            assert relative_error(y, want) < THRESHOLDS["fp32"]
 
 
 def test_gradients_reach_the_rows_and_the_routing(make):
