@@ -442,3 +442,28 @@ assert "moe_nvfp4" in functions
 def test_importing_this_package_does_not_import_theirs():
     done = python(f"import moe_nvfp4.integrations.huggingface, sys; assert {MODULE!r} not in sys.modules")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_benchmarks_peer_gets_the_same_weights(monkeypatch):
+    """examples/peer_finegrained.py with the kernels' two paths replaced by the float64 loop over their arguments."""
+    from examples import peer_finegrained
+
+    def path(x, ids, weights, act_fn, activation_format, **given):
+        assert (act_fn, activation_format) == ("silu", "bf16")
+        slots = {f"{name}{s}": None for name in ("gate_up_proj", "down_proj") for s in SUFFIXES} | given
+        module = SimpleNamespace(
+            gate_up_name="gate_up_proj", post_expert_norm=None, swiglu_limit=None, swiglu_alpha=None,
+            act_fn=nn.functional.silu, **slots,
+        )  # fmt: skip
+        return reference(module, x, ids, weights)
+
+    kernel = SimpleNamespace(moe_fused_batched=path, moe_fused_grouped=path)
+    monkeypatch.setattr(peer_finegrained, "load", lambda: kernel)
+    monkeypatch.setattr(peer_finegrained, "seconds", lambda f: 0)
+    torch.manual_seed(0)
+    dense = torch.randn(4, 64, 64).bfloat16(), torch.randn(4, 64, 32).bfloat16()
+    peer_finegrained.make(*dense)  # compares
+    wrong = lambda *given, **also: path(*given, **{**also, "gate_up_proj": also["gate_up_proj"].roll(1, dims=1)})
+    kernel.moe_fused_batched = wrong
+    with pytest.raises(ValueError, match="computes something else"):
+        peer_finegrained.make(*dense)
