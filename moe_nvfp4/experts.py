@@ -29,7 +29,7 @@ from moe_nvfp4.kernels import offload
 from moe_nvfp4.layer import ExpertsLayer
 from moe_nvfp4.mapped import Matrix, StandIn, table
 from moe_nvfp4.ops import Adapters, refuse_transforms
-from moe_nvfp4.prepared import Packed, Prepared, autocast, check_plain
+from moe_nvfp4.prepared import Packed, Prepared, autocast, check_plain, made_for
 from moe_nvfp4.weights import ExpertWeights
 
 _CPU = torch.device("cpu")
@@ -99,7 +99,8 @@ class NVFP4Experts(ExpertsLayer):
         if keep and not self.mapped:
             self.to("cpu")
             for p in self.parameters():
-                p.data = offload.place(p.data)
+                with made_for(p):
+                    p.data = offload.place(p.data)
         self.on_cpu = keep
         self._changed()
         self._number = _numbered(self)

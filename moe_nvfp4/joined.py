@@ -20,7 +20,7 @@ from moe_nvfp4 import ops
 from moe_nvfp4.backends import Backend, named
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.linear import NVFP4Linear
-from moe_nvfp4.prepared import changing
+from moe_nvfp4.prepared import changing, made_for
 from moe_nvfp4.weights import FUSED_LINEARS, LinearWeights, in_one
 
 IN_VAIN = 2  # forwards in a row in which not all took their columns, after which each linear computes for itself
@@ -182,8 +182,9 @@ class Joined:
 
     def bring_together(self) -> bool:
         """Make the linears' tensors of each kind follow one another in memory, if they do not. False if they are not in
-        one layout, last for one call only, share their memory with others, or a CUDA graph is being captured, or was:
-        some weights are where they were brought together, and others no longer."""
+        one layout, last for one call only, share their memory with others, were not all made in inference mode or all
+        outside, or a CUDA graph is being captured, or was: some weights are where they were brought together, and
+        others no longer."""
         linears, layout = self.linears, self.linears[0].packed_for
         alike = all(linear.packed_for == layout and linear.lasting for linear in linears)
         if capturing(linears[0].weight.device) or not alike:
@@ -193,6 +194,8 @@ class Joined:
             parameters = [p for linear in linears if (p := linear._parameters[name]) is not None]
             if parameters and in_one([p.data for p in parameters]) is None:
                 apart[name] = parameters
+                if len({p.is_inference() for p in parameters}) > 1:
+                    return False
         free = layout is None and not any(linear._captured for linear in linears)
         for name in ("weight", "weight_sf"):
             for p in apart.get(name, ()):
@@ -205,10 +208,12 @@ class Joined:
             tensors = [p.data for p in moved]
             if name not in ("weight", "weight_sf"):
                 self.before.append(tensors)
-            together = torch.cat(tensors)
-            self.made[name] = together.data_ptr()
-            for p, part in zip(moved, together.split([len(t) for t in tensors]), strict=True):
-                p.data = part
+            with made_for(moved[0]):
+                # With `out`, autocast looks away: to bf16 it would refuse fp16
+                together = torch.cat(tensors, out=tensors[0].new_empty(0))
+                self.made[name] = together.data_ptr()
+                for p, part in zip(moved, together.split([len(t) for t in tensors]), strict=True):
+                    p.data = part
         if apart and layout is not None:
             named(layout).settle(linears[0].weight.device)
         return True
@@ -218,7 +223,8 @@ class Joined:
         for name in ("weight_global_scale", "bias"):
             p = linear._parameters[name]
             if p is not None and _shared(p):
-                p.data = p.data.clone()
+                with made_for(p):
+                    p.data = p.data.clone()
 
 
 def _shared(t: Tensor) -> bool:

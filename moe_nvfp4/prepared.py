@@ -26,6 +26,14 @@ changing = threading.RLock()  # held while weights change their layout, or are t
 _last: WeakKeyDictionary[Prepared, tuple[tuple | None, Selected, Any]] = WeakKeyDictionary()
 
 
+@contextmanager
+def made_for(p: Tensor) -> Iterator[None]:
+    """Tensors made inside may become the data of the parameter p: they are inference tensors if p is one, whatever mode
+    the caller is in. As weights, those of an inference mode could not be trained through."""
+    with torch.inference_mode(p.is_inference()), torch.no_grad():
+        yield
+
+
 @dataclass
 class Packed:
     """What is known of parameters in a backend's layout.
@@ -141,8 +149,9 @@ class Prepared(FP32Scales):
             backend = named(self._packed.layout)
             for name, (note, rows) in self._packed.matrices.items():
                 codes, sf = self._here(name), self._here(f"{name}_sf")
-                prepared = codes.data.transpose(0, 1) if len(rows) == 1 else codes.data
-                codes.data, sf.data = (t.view(*rows, -1) for t in backend.unpack(prepared, note))
+                with made_for(codes):
+                    prepared = codes.data.transpose(0, 1) if len(rows) == 1 else codes.data
+                    codes.data, sf.data = (t.view(*rows, -1) for t in backend.unpack(prepared, note))
             self._packed = None
 
     def _pack(self, chosen: Selected, **matrices: bool) -> None:
@@ -163,10 +172,11 @@ class Prepared(FP32Scales):
         for name, interleaved in matrices.items():
             codes, sf = self._here(name), self._here(f"{name}_sf")
             rows, one = tuple(codes.shape[:-1]), codes.dim() == 2
-            stacks = (codes.data[None], sf.data[None]) if one else (codes.data, sf.data)
-            prepared, note = backend.pack(*stacks, interleaved)
-            codes.data = prepared.transpose(0, 1) if one else prepared  # FSDP splits the first dimension
-            sf.data = sf.data.new_empty(0)
+            with made_for(codes):
+                stacks = (codes.data[None], sf.data[None]) if one else (codes.data, sf.data)
+                prepared, note = backend.pack(*stacks, interleaved)
+                codes.data = prepared.transpose(0, 1) if one else prepared  # FSDP splits the first dimension
+                sf.data = sf.data.new_empty(0)
             notes[name] = note, rows
         self._packed = Packed(chosen.layout, notes, next(iter(matrices)))
 

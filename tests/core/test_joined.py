@@ -135,6 +135,38 @@ def test_hooks_that_change_x_in_place(mode, name, before):
         assert same(run(tokens(4)), twin(tokens(4)))
 
 
+@pytest.mark.parametrize("made", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("first", [
+    lambda m: ready.prepare(m), lambda m: m(tokens(4)), lambda m: m.q_proj(tokens(4)), lambda m: m.state_dict(),
+])  # fmt: skip
+def test_inference_mode_leaves_no_weights_that_cannot_be_trained_through(made, first):
+    """Nor are the weights of a model that was made there mixed with others, which torch cannot make views of."""
+    with made():
+        model = Attention()
+        ready.prepare(model)
+        model.state_dict()
+    with torch.inference_mode():
+        first(model)
+        model.k_proj = copy.deepcopy(model.k_proj)
+        assert same(model(tokens(4)), alone(model, tokens(4)))
+        model.state_dict()
+    with torch.no_grad():
+        assert same(model(tokens(4)), alone(model, tokens(4)))
+    if made is torch.enable_grad:
+        x, y = tokens(6).requires_grad_(), tokens(6).requires_grad_()
+        model.q_proj(x).float().square().sum().backward()
+        Attention().q_proj(y).float().square().sum().backward()
+        assert torch.equal(x.grad, y.grad) and x.grad.any()
+
+
+def test_biases_of_another_half_under_autocast(layout):
+    model = Attention().half()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ready.prepare(model)
+        want = [y.to(torch.bfloat16) for y in alone(model, tokens(4))]
+        assert counted(model, tokens(4))[0] == 1 and same(model(tokens(4).float()), want)
+
+
 def test_replicas_compute_for_themselves(model):
     replica = model._replicate_for_data_parallel()
     for name, linear in model.named_children():
