@@ -34,9 +34,14 @@ def use_cuda_graphs(model: Any) -> Any:
 
     A graph repeats kernels only, so NotImplementedError where a step does more: for caches that count in Python
     (sliding windows, linear attention), rotary embeddings that change with the length, models whose steps transformers
-    cannot compile whole, experts on the CPU that wait for the GPU, and models on several devices.
+    cannot compile whole, experts on the CPU that wait for the GPU, and models on several devices, or on a CPU.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT calls its `generate`
+    if not _on_gpu(inner):  # where `generate` would not ask for a step
+        raise NotImplementedError(
+            f"{type(inner).__name__}: use_cuda_graphs takes a model on an NVIDIA GPU, this one is on {inner.device}: "
+            "move it there first, or decode without it"
+        )
     _check(inner)
     inner.get_compiled_call = StepMaker(inner, compile_too=False)
     return model

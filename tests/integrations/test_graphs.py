@@ -46,6 +46,11 @@ class Operators(TorchDispatchMode):
                     old.copy_(new)
 
 
+@pytest.fixture(autouse=True)
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(graphs, "_on_gpu", lambda model: True)
+
+
 @pytest.fixture
 def recorded(monkeypatch):
     """Count how often steps are captured and replayed, on a CPU too."""
@@ -105,7 +110,6 @@ def test_the_same_as_without(family, recorded):
 def test_nobody_needs_to_ask(recorded, monkeypatch, caplog):
     """A swapped model on a GPU decodes by graphs if its cache is static, and so do its copies. With a dynamic cache
     there is a hint, once; a compile_config, and a model that graphs do not take, get transformers' own step."""
-    monkeypatch.setattr(graphs, "_on_gpu", lambda model: True)
     monkeypatch.setattr(graphs.Hint, "said", False)
     model = swap_experts(make(qwen3_moe), progress=False)
     model.generation_config = GenerationConfig(pad_token_id=0)
@@ -175,6 +179,15 @@ def test_the_model_that_peft_wraps_decodes_by_graphs():
     assert use_cuda_graphs(wrapper) is wrapper and model.get_compiled_call().model is model
 
 
+def test_a_model_on_a_cpu_is_refused(monkeypatch):
+    """There, `generate` never asks for the step that would be captured."""
+    monkeypatch.undo()
+    model = swap_experts(make(qwen3_moe), progress=False)
+    for one in (model, SimpleNamespace(get_base_model=lambda: model)):
+        with pytest.raises(NotImplementedError, match="Qwen3MoeForCausalLM: .* on an NVIDIA GPU, this one is on cpu"):
+            use_cuda_graphs(one)
+
+
 def test_other_models_are_refused(monkeypatch):
     model = ready(qwen3_moe)
     model._can_compile_fullgraph = False
@@ -191,10 +204,10 @@ def test_other_models_are_refused(monkeypatch):
     del model.config.layer_types
     layer = use_cuda_graphs(model).model.layers[1].mlp.experts.keep_on_cpu()
     use_cuda_graphs(model)
-    monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
-    with pytest.raises(NotImplementedError, match="layers.0.mlp.experts: it runs as plain torch operations"):
-        use_cuda_graphs(model)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setenv("MOE_NVFP4_BACKEND", "reference")
+        with pytest.raises(NotImplementedError, match="layers.0.mlp.experts: it runs as plain torch operations"):
+            use_cuda_graphs(model)
     layer.add_pre_quant_scales(torch.bfloat16)
     with pytest.raises(NotImplementedError, match="layers.1.mlp.experts: it is on the CPU, and waits for the GPU"):
         use_cuda_graphs(model)
