@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
 from moe_nvfp4.backends import named
 from moe_nvfp4.experts import NVFP4Experts
+from moe_nvfp4.joined import join
 from moe_nvfp4.kernels.backend import Backend, Device, Gpu, Problem
 from moe_nvfp4.kernels.calls import Call, compile_ahead
 from moe_nvfp4.kernels.sm90.pack import in_units
@@ -214,9 +215,15 @@ def gates(at: Place) -> Iterator[Case]:
                     case = f"{name}{', biases' * bias}, {_name(dtype)}, T {T}"
                     layer = layer_of(8, 192, 144, gate, bias=dtype if bias else None)
                     yield Case(case, layer, batch_of(T, 192, 8, 2, dtype))
-    layer = layer_of(4, 128, 96, Gate("raw"))
+    for dtype in at.dtypes:
+        yield _with_own_gate("bf16", dtype)
+
+
+def _with_own_gate(activations: str, dtype: torch.dtype) -> Case:
+    """The gate is the model's, so that the stages are called one by one; with biases."""
+    layer = layer_of(4, 128, 96, Gate("raw"), activations, bias=dtype)
     layer.own_gate = _own_gate  # type: ignore[method-assign, assignment]
-    yield Case("the model's own gate", layer, batch_of(24, 128, 4, 2))
+    return Case(f"the model's own gate, {activations}, {_name(dtype)}", layer, batch_of(24, 128, 4, 2, dtype))
 
 
 def _own_gate(z: Tensor) -> Tensor:
@@ -224,14 +231,25 @@ def _own_gate(z: Tensor) -> Tensor:
 
 
 def w4a4(at: Place) -> Iterator[Case]:
-    """W4A4: dynamic and static scales, four over six."""
+    """W4A4: dynamic and static scales, four over six, half of them with biases; every gate, and every dtype."""
     for activations in ("nvfp4", "nvfp4_four_over_six"):
         for static in (False, True):
+            biased = static != (activations == "nvfp4_four_over_six")
             for gate in ("silu", "relu2"):
                 for T in TOKENS:
-                    case = f"{activations}, {'static' if static else 'dynamic'}, {gate}, T {T}"
-                    layer = layer_of(8, 256, 192, GATES[gate], activations, static=static)
-                    yield Case(case, layer, batch_of(T, 256, 8, 2))
+                    yield _w4a4(activations, static, gate, torch.bfloat16, biased, T)
+        yield _with_own_gate(activations, torch.bfloat16)
+    if not at.quick:
+        yield _w4a4("nvfp4", False, "silu", torch.bfloat16, True, MANY)
+        for i, gate in enumerate(("swiglu_oai", "gelu_tanh", "clamped")):
+            for dtype in at.dtypes:
+                yield _w4a4("nvfp4", i == 0, gate, dtype, i == 0, TOKENS[-1])
+
+
+def _w4a4(activations: str, static: bool, gate: str, dtype: torch.dtype, biased: bool, T: int) -> Case:
+    how = f"{activations}, {'static' if static else 'dynamic'}, {gate}{', biases' * biased}, {_name(dtype)}, T {T}"
+    layer = layer_of(8, 256, 192, GATES[gate], activations, dtype if biased else None, static)
+    return Case(how, layer, batch_of(T, 256, 8, 2, dtype))
 
 
 def routing(at: Place) -> Iterator[Case]:
@@ -273,6 +291,43 @@ def linears(at: Place) -> Iterator[Case]:
                 for T in (*TOKENS, MANY):
                     how = f"{', a bias' * biased}, {activations}{', static' * (static and is_quantized(activations))}"
                     yield Case(f"[{N}, {K}]{how}, {_name(dtype)}, T {T}", linear, batch_of(T, K, 2, 1, dtype)[:1])
+
+
+class _SameRows(nn.Module):
+    """Linears that read the same rows."""
+
+    def __init__(self, linears: dict[str, NVFP4Linear]) -> None:
+        super().__init__()
+        for name, linear in linears.items():
+            self.add_module(name, linear)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [linear(x) for linear in self.children()]
+
+
+def joined(at: Place) -> Findings:
+    """Linears that read the same rows, computed as one: q, k and v; gate and up. Each has its own global scale."""
+    for names, sizes in ((("q_proj", "k_proj", "v_proj"), (256, 128, 80)), (("gate_proj", "up_proj"), (384, 384))):
+        for activations in ("bf16", "nvfp4"):
+            bias = torch.bfloat16 if len(names) == 3 else None
+            parts = {
+                name: linear_of(N, 192, activations, bias, band=band)
+                for band, (name, N) in enumerate(zip(names, sizes, strict=True))
+            }
+            parent, case = _SameRows(parts).to(at.device), f"{', '.join(names)}, {activations}"
+            if refusal := at.refusal(parts[names[0]]._problem(torch.bfloat16)[0]):
+                yield Finding(case, None, refusal)
+                continue
+            if not list(join(parent, torch.bfloat16)):
+                yield Finding(case, None, f"{at.backend.name} computes each by itself")
+                continue
+            for T in (*TOKENS, MANY):
+                x = batch_of(T, 192, 2, 1)[0]
+                with torch.no_grad():
+                    found = parent.to(at.device)(x.to(at.device))
+                for (name, linear), y in zip(parent.to(at.judge).named_children(), found, strict=True):
+                    want = reference.linear(x.float(), linear.weights)
+                    yield compare(f"{case}, {name}, T {T}", y, want, limit_of(activations, x.dtype))
 
 
 def gradients(at: Place) -> Findings:
@@ -445,8 +500,9 @@ def _repeated(at: Place, here: NVFP4Experts | NVFP4Linear, batch: list[Tensor]) 
 
 
 GROUPS: dict[str, Callable[[Place], Iterator[Case]] | Callable[[Place], Findings]] = {
-    "gates": gates, "w4a4": w4a4, "routing": routing, "sizes": sizes, "linears": linears, "gradients": gradients,
-    "top_k": top_k, "router_linear": router_linear, "merged_codes": merged_codes, "repeated": repeated,
+    "gates": gates, "w4a4": w4a4, "routing": routing, "sizes": sizes, "linears": linears, "joined": joined,
+    "gradients": gradients, "top_k": top_k, "router_linear": router_linear, "merged_codes": merged_codes,
+    "repeated": repeated,
 }  # fmt: skip
 QUICK = ("gates", "w4a4", "routing", "repeated")
 
@@ -454,7 +510,11 @@ QUICK = ("gates", "w4a4", "routing", "repeated")
 def findings(at: Place, name: str) -> Findings:
     """What a group shows."""
     group: Any = GROUPS[name]
-    yield from group(at) if group in (gradients, top_k, router_linear, merged_codes, repeated) else check(at, group(at))
+    yield from (
+        group(at)
+        if group in (joined, gradients, top_k, router_linear, merged_codes, repeated)
+        else check(at, group(at))
+    )
 
 
 # ---- the first layer on a device -------------------------------------------------------------------

@@ -19,6 +19,7 @@ from moe_nvfp4.kernels.cpu import CPU
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.selftest import cases, report, run
 from moe_nvfp4.selftest.compare import LIMITS, Finding, Limit, compare, same_bits
+from tests.common import Kernels, PlainKernels, stand_for_hopper
 
 needs_library = pytest.mark.skipif(not cpu.available(), reason=f"the CPU kernels cannot be compiled: {cpu.missing()}")
 # Python runs it first in every process that finds it, such as those of the groups.
@@ -91,7 +92,7 @@ def test_the_dtype_of_a_result(monkeypatch):
 
 @needs_library
 @pytest.mark.parametrize(
-    "name", sorted(cases.GROUPS.keys() - {"top_k", "router_linear", "merged_codes"})
+    "name", sorted(cases.GROUPS.keys() - {"joined", "top_k", "router_linear", "merged_codes"})
 )  # which CPUs lack
 def test_this_cpu(name):
     found = list(cases.findings(cases.place("cpu", "cpu", True), name))
@@ -135,6 +136,10 @@ def _spoil_clamps(x, ids, p, w):
     return x, ids, p, w if w.gate.clamp_after else replace(w, gate=replace(w.gate, limit=math.inf))
 
 
+def _without_biases(w):
+    return w if w.w13.bias is None else w.biased(torch.zeros_like(w.w13.bias), torch.zeros_like(w.w2.bias))
+
+
 def _spoil_many(x, *others):
     return torch.cat([x[:300], x[:-300]]) if len(x) > 300 else x, *others
 
@@ -147,6 +152,15 @@ SPOILT = {  # group, function, what its arguments become
     "negative weights": ("routing", "experts", lambda x, ids, p, w: (x, ids, p.abs(), w)),
     "many rows": ("routing", "experts", _spoil_many),
     "many rows of a linear": ("linears", "linear", _spoil_many),
+    "biases of W4A4": ("w4a4", "experts", lambda x, ids, p, w: (x, ids, p, _without_biases(w) if w.quantized else w)),
+    "fp16 of W4A4": (
+        "w4a4",
+        "experts",
+        lambda x, ids, p, w: (2 * x if w.quantized and x.dtype == torch.float16 else x, ids, p, w),
+    ),
+    "many rows of W4A4": ("w4a4", "experts", lambda x, *others: _spoil_many(x, *others)),
+    "the stages' biases": ("gates", "gemm2_combine", lambda h, w, *others: (h, _without_biases(w), *others)),
+    "the stages' four over six": ("w4a4", "quantize_rows", lambda *args: args[:4]),
     "a linear's bias": ("linears", "linear", lambda x, w: (x, w._replace(matrix=w.matrix._replace(bias=None)))),
     "a linear's scale": ("linears", "linear", lambda x, w: (x, w._replace(input_scale=None))),
 }
@@ -159,6 +173,23 @@ def test_kernels_that_neglect_something_are_found(what, monkeypatch):
     right, place = getattr(cpu, function), cases.place("cpu", "cpu", False)
     monkeypatch.setattr(CPU, function, lambda self, *args: right(*spoil(*args)))
     assert [finding for finding in cases.findings(place, group) if finding.right is False]
+
+
+@pytest.mark.parametrize("layout", [True, False])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_linears_as_one_that_take_one_scale_for_all(wrong, layout, monkeypatch):
+    """On kernels that stand for a GPU's; those of a CPU compute each linear by itself."""
+    kernels = Kernels if layout else PlainKernels
+    right = kernels.linear
+
+    def linear(self, x, w):
+        scale = w.matrix.global_scale[:1].expand_as(w.matrix.global_scale).contiguous()
+        return right(self, x, w._replace(matrix=w.matrix._replace(global_scale=scale)) if wrong else w)
+
+    monkeypatch.setattr(kernels, "linear", linear)
+    with stand_for_hopper(layout):
+        found = list(cases.findings(cases.Place(kernels(), torch.device("cpu")), "joined"))
+    assert len(found) == 40 and {finding.right for finding in found} == ({True, False} if wrong else {True})
 
 
 def test_merged_codes_are_rounded_to_even():
