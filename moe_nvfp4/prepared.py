@@ -19,7 +19,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from moe_nvfp4.backends import Selected, backends_now, named, selected, selected_now
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.scales import FP32Scales
-from moe_nvfp4.weights import check_block_scales
+from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 changing = threading.RLock()  # held while weights change their layout, or are taken out of their module
 # For each module: its state at its last call, and what that call got.
@@ -212,9 +212,12 @@ class Prepared(FP32Scales):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         given = {name: state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict}
         for name, t in given.items():
-            if name.endswith("_sf") and type(t) in (Tensor, nn.Parameter) and t.dtype == torch.uint8 and not t.is_meta:
+            if type(t) in (Tensor, nn.Parameter) and not t.is_meta:
                 try:
-                    check_block_scales(t, prefix + name)  # kernels read other bytes as anything
+                    if name.endswith("_sf") and t.dtype == torch.uint8:
+                        check_block_scales(t, prefix + name)  # kernels read other bytes as anything
+                    elif name.endswith(("global_scale", "input_scale")) and t.dtype == torch.float32:
+                        check_global_scale(t, prefix + name)
                 except ValueError as error:
                     args[-1].append(str(error))  # error_msgs
                     return

@@ -312,6 +312,12 @@ def test_a_state_dict_that_was_cast_is_refused(linear, assign):
         damaged[sf].view(-1)[3] = byte
         with pytest.raises(RuntimeError, match=f"{sf} holds NaN or negative block scales: the file is damaged"):
             layer.load_state_dict(damaged, assign=assign)
+    for name in (name for name in before if name.endswith("_scale")):
+        for number in (0.0, -1.0, float("nan"), float("inf")):
+            damaged = {**before, name: torch.full_like(before[name], number)}
+            with pytest.raises(RuntimeError, match=f"{name} of expert 0 is {number}: a global scale is a"):
+                layer.load_state_dict(damaged, assign=assign)
+    assert all(torch.equal(t, before[key]) for key, t in layer.state_dict().items())
     layer.load_state_dict(before, assign=assign)
     assert layer.load_state_dict({}, strict=False, assign=assign).missing_keys == list(before)
 
