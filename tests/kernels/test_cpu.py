@@ -397,6 +397,18 @@ def test_a_compiler_that_fails(tmp_path):
     assert list((tmp_path / "cache" / "cpu").iterdir()) == []
 
 
+@pytest.mark.slow
+def test_a_full_disk_is_not_a_missing_compiler(tmp_path):
+    fake, said = tmp_path / "cc", ("ld: final link failed: No space left on device", "error: ld returned 1 exit status")
+    says = "".join(f'echo "{line}" >&2\n' for line in said)
+    fake.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\n{says}exit 1\n')
+    fake.chmod(0o755)
+    done = compiling_python(LAYER, MOE_NVFP4_CACHE=tmp_path / "cache", CC=fake)
+    assert done.stdout.strip() == "reference" and "install a C compiler" not in done.stderr
+    want = f"No space left on device): free some in {tmp_path / 'cache'}, or set MOE_NVFP4_CACHE"
+    assert want in done.stderr, done.stderr
+
+
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no Unix permissions")
 def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -381,6 +382,8 @@ def _gemm(
 
 # ---- the library ---------------------------------------------------------------------------------
 
+NO_SPACE = os.strerror(errno.ENOSPC)  # as compilers and linkers say it, too
+
 
 @cache
 def missing() -> str | None:
@@ -391,7 +394,9 @@ def missing() -> str | None:
     except (OSError, subprocess.SubprocessError) as error:
         if isinstance(error, OSError) and str(cache_folder()) in str(error):
             return f"cannot be compiled ({error}): set MOE_NVFP4_CACHE to a folder that you can write to"
-        return f"cannot be compiled ({_why(error)}): install a C compiler (apt install gcc, or set CC) and start again"
+        if NO_SPACE in (why := _why(error)):
+            return f"cannot be compiled ({why}): free some in {cache_folder()}, or set MOE_NVFP4_CACHE"
+        return f"cannot be compiled ({why}): install a C compiler (apt install gcc, or set CC) and start again"
 
 
 def available() -> bool:
@@ -480,7 +485,8 @@ def build(source: str, *flags: str) -> Path:
 
 def _why(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
-        lines = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
+        said = error.stderr.decode(errors="replace").splitlines()
+        lines = [line for word in (NO_SPACE, "error") for line in said if word in line]
         return f"{error.cmd[0]} failed: {(lines or [f'exit status {error.returncode}'])[0].strip()}"
     if isinstance(error, FileNotFoundError) and error.filename and os.sep not in str(error.filename):
         return f"no C compiler: {error.filename} not found"
