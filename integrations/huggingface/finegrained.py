@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import swizzle_sf, unswizzle_sf
 from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, ModuleLayout, own_gate, recognise_gate
-from moe_nvfp4.prepared import changing, check_plain
+from moe_nvfp4.prepared import changing, check_plain, made_for
 
 MODULE = "transformers.integrations.finegrained"
 # how the names of our parameters end -> of theirs
@@ -169,9 +169,10 @@ class TakenExperts(NVFP4Experts):
         (module,) = self.theirs
         self.unpack()
         self.warn_of_graphs()
-        for name, parameter in self.named_parameters(recurse=False):
-            source, kind = self._source(name)
-            module._parameters[source].data = self._write(parameter.detach(), source, kind)
+        with made_for(self.down_proj):
+            for name, parameter in self.named_parameters(recurse=False):
+                source, kind = self._source(name)
+                module._parameters[source].data = self._write(parameter.detach(), source, kind)
         del module._modules[IMPLEMENTATION]
 
 
@@ -189,11 +190,13 @@ def take(module: Any) -> TakenExperts:
     with changing:
         if (taken := module._modules.get(IMPLEMENTATION)) is not None:
             return cast(TakenExperts, taken)
-        layer = TakenExperts(module, _describe(module))
-        layer.weights.validate(type(module).__name__)
-        for source in layer.shapes:
-            parameter = module._parameters[source]
-            parameter.data = parameter.data.new_empty(0)
+        layout = _describe(module)
+        with made_for(module.down_proj):
+            layer = TakenExperts(module, layout)
+            layer.weights.validate(type(module).__name__)
+            for source in layer.shapes:
+                parameter = module._parameters[source]
+                parameter.data = parameter.data.new_empty(0)
         if _first not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_first)
             module.register_state_dict_pre_hook(_give_back)

@@ -325,7 +325,8 @@ def joined(at: Place) -> Findings:
                 x = batch_of(T, 192, 2, 1)[0]
                 with torch.no_grad():
                     found = parent.to(at.device)(x.to(at.device))
-                for (name, linear), y in zip(parent.to(at.judge).named_children(), found, strict=True):
+                parent.to(at.judge)
+                for (name, linear), y in zip(parts.items(), found, strict=True):
                     want = reference.linear(x.float(), linear.weights)
                     yield compare(f"{case}, {name}, T {T}", y, want, limit_of(activations, x.dtype))
 

@@ -284,9 +284,14 @@ def test_threads_that_call_first_together(make):
             assert relative_error(y, want) < THRESHOLDS["fp32"]
 
 
-def test_gradients_reach_the_rows_and_the_routing(make):
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_gradients_reach_the_rows_and_the_routing(make, first):
     module = make("bf16")
     x, ids, weights = inputs(module)
+    with first():
+        module(x, ids, weights)
+        finegrained._give_back(module)
+        module(x, ids, weights)
     a, b = (t.clone().requires_grad_() for t in (x, weights))
     module(a, ids, b).square().sum().backward()
     c, d = (t.double().requires_grad_() for t in (x, weights))
