@@ -27,8 +27,10 @@ from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.convert import check_space
 from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.layouts.nvfp4 import NVFP4Matrix
+from moe_nvfp4.quantize.linears import group_of
 from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, PRE_QUANT_SCALE, is_mtp
 from moe_nvfp4.quantize.plan import nvfp4_files
+from moe_nvfp4.weights import check_block_scales
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,15 +39,29 @@ if TYPE_CHECKING:
 BLOCK = 64  # columns of one block in GGUF
 PARTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 GATE_UP = "ffn_gate_up_exps"
+ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+SHARED = {part: f"{name}_shexp" for part, name in MLP.items()}
+MAMBA = {"in_proj": "ssm_in", "out_proj": "ssm_out"}
+HEAD = {"lm_head": "output"}
 # Values of general.architecture whose graph multiplies with the experts' `.scale`, and the other tensors with whose it
-# does, as seen by running llama.cpp 0c1e57098. Other scales it loads and does not use: it would compute with global
-# scales of 1.
-ATTENTION = frozenset({"attn_q", "attn_k", "attn_v", "attn_output", "output"})
+# does, as seen by running llama.cpp 0c1e57098. Other scales it does not load, which makes it refuse the file, or loads
+# and does not use: it would compute with global scales of 1.
 USE_SCALES = {
-    "llama": ATTENTION,
-    "nemotron_h_moe": ATTENTION | {"ffn_up_shexp", "ffn_down_shexp", "ssm_in", "ssm_out"},
-    "qwen3moe": ATTENTION,
-    "qwen3next": ATTENTION | {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"},
+    architecture: frozenset(name for group in groups for name in group.values())
+    for architecture, groups in {
+        "cohere2moe": (ATTENTION, SHARED, MLP),
+        "deepseek32": ({"o_proj": "attn_output"}, SHARED, MLP),
+        "gemma4": (ATTENTION, MLP),
+        "glm-dsa": ({"o_proj": "attn_output"}, SHARED, MLP),
+        "hy_v3": (ATTENTION, SHARED, MLP, HEAD),
+        "llama": (ATTENTION, HEAD),
+        "mellum": (ATTENTION, HEAD),
+        "nemotron_h_moe": (ATTENTION, SHARED, MAMBA, HEAD),
+        "qwen35moe": (ATTENTION, SHARED, HEAD),
+        "qwen3moe": (ATTENTION, HEAD),
+        "qwen3next": (ATTENTION, SHARED, HEAD),
+    }.items()
 }
 # Rows of these may be in another order in the base: llama.cpp rotates neighbours, and transformers halves of a head
 ROTATED = {"attn_q": ("head_count",), "attn_k": ("head_count_kv", "head_count")}
@@ -72,32 +88,33 @@ class ExportReport:
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of the base that is replaced.
+    """A tensor that is made.
 
-    parts  the matrices of each expert in it: one, or gate and up; of a linear [[it]]
-    scale  the base's own factors of the outputs, fp32 [E], as Gemma 4's experts have them
-    order  the rows of a linear as the base may have them instead, int64 [N]
+    name      of it
+    stored    the tensor of the base that it replaces, or the stack of gate and up of which it is a half
+    matrices  of the experts; of a linear [it]
+    first     the row of `stored` that is its first, of each expert
+    scale     the base's own factors of the outputs, fp32 [E], as Gemma 4's experts have them
+    order     the rows of a linear as the base may have them instead, int64 [N]
     """
 
+    name: str
     stored: ReaderTensor
-    parts: list[list[NVFP4Matrix]]
-    scale: ReaderTensor | None
+    matrices: list[NVFP4Matrix]
+    first: int = 0
+    scale: ReaderTensor | None = None
     order: Tensor | None = None
-
-    @staticmethod
-    def scale_of(name: str) -> str:
-        return f"{name.removesuffix('.weight')}.scale"
 
     @property
     def shape(self) -> tuple[int, ...]:
         """E if it is a stack, rows, bytes of a row."""
-        *rest, columns = _shape(self.stored)
-        return (*rest, columns // BLOCK * 36)
+        N, K = self.matrices[0].shape
+        return (*_shape(self.stored)[:-2], N, K // BLOCK * 36)
 
     @property
     def size(self) -> int:
         """In bytes, with the global scales."""
-        return math.prod(self.shape) + 4 * len(self.parts)
+        return math.prod(self.shape) + 4 * len(self.matrices)
 
 
 def export_gguf(
@@ -127,30 +144,33 @@ def export_gguf(
     # a file may allow 4-bit activations; where only some layers were made for them, all stay exact
     activations = checkpoint.own.get("activations", "bf16" if info.mixed else info.activations)
     report = ExportReport()
-    found = _places(gguf, reader, files.matrices, checkpoint.layers, report)
-    places = {place.stored.name: place for place in found}
+    found = _places(reader, files.matrices, checkpoint.layers, report)
+    places: dict[str, list[Place]] = {}
+    for place in found:
+        places.setdefault(place.stored.name, []).append(place)
     if not places:
         raise ValueError(f"{folder} has no NVFP4 matrices that are in {base}: nothing to do")
     kept = sum(int(t.n_bytes) for t in reader.tensors if t.name not in places)
-    report.before = sum(int(place.stored.n_bytes) for place in places.values())
-    report.after = sum(place.size for place in places.values())
+    made = [place for of_tensor in places.values() for place in of_tensor]
+    report.before = sum(int(of_tensor[0].stored.n_bytes) for of_tensor in places.values())
+    report.after = sum(place.size for place in made)
+    work = destination.with_name(f".{destination.name}.partial")
+    work.unlink(missing_ok=True)  # of a run that was killed; and a link would be followed
     check_space(destination, kept + report.after)
 
-    work = destination.with_name(f".{destination.name}.partial")
-    work.unlink(missing_ok=True)  # a link would be followed
     writer = gguf.GGUFWriter(work, _field(reader, "general.architecture"))
     writer.data_alignment = int(reader.alignment)  # the setting that says so is copied
     try:
-        _copy_fields(gguf, reader, writer, places if activations == "bf16" else ())
+        _copy_fields(gguf, reader, writer, [place.name for place in made] if activations == "bf16" else ())
         writes = list(_writes(gguf, reader, writer, places, report))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         with progress_bar(total=kept + report.after, desc="export", unit="B", unit_scale=True, show=progress) as bar:
-            for data in writes:
-                made = data()
-                writer.write_tensor_data(made)
-                bar.update(made.nbytes)
+            for write in writes:
+                data = write()
+                writer.write_tensor_data(data)
+                bar.update(data.nbytes)
         writer.close()
         os.replace(work, destination)
     finally:
@@ -180,58 +200,64 @@ def _copy_fields(gguf: Any, reader: GGUFReader, writer: GGUFWriter, only_16_bit:
 
 
 def _writes(
-    gguf: Any, reader: GGUFReader, writer: GGUFWriter, places: Mapping[str, Place], report: ExportReport
+    gguf: Any, reader: GGUFReader, writer: GGUFWriter, places: Mapping[str, list[Place]], report: ExportReport
 ) -> Iterator[Callable[[], np.ndarray]]:
     """Announce each tensor to the writer, and yield what makes its data."""
     import numpy as np
 
-    nvfp4, scales = gguf.GGMLQuantizationType.NVFP4, set(map(Place.scale_of, places))
+    nvfp4, scales = gguf.GGMLQuantizationType.NVFP4, set(map(_scale_of, places))
     for stored in reader.tensors:
-        if stored.name in scales:
-            continue
-        if (place := places.get(stored.name)) is None:
+        if stored.name not in places and stored.name not in scales:
             data = stored.data
             writer.add_tensor_info(stored.name, data.shape, data.dtype, data.nbytes, stored.tensor_type)
             yield partial(np.asarray, data)
-            continue
-        E = len(place.parts)
-        writer.add_tensor_info(stored.name, place.shape, np.dtype(np.uint8), math.prod(place.shape), nvfp4)
-        yield partial(_data, gguf, place, report)
-        writer.add_tensor_info(Place.scale_of(stored.name), (E,), np.dtype(np.float32), 4 * E)
-        yield partial(_scales, place)
+        for place in places.get(stored.name, ()):
+            E = len(place.matrices)
+            writer.add_tensor_info(place.name, place.shape, np.dtype(np.uint8), math.prod(place.shape), nvfp4)
+            yield partial(_data, gguf, place, report)
+            writer.add_tensor_info(_scale_of(place.name), (E,), np.dtype(np.float32), 4 * E)
+            yield partial(_scales, place)
+
+
+def _scale_of(name: str) -> str:
+    return f"{name.removesuffix('.weight')}.scale"
 
 
 def _data(gguf: Any, place: Place, report: ExportReport) -> np.ndarray:
     """uint8 of the place's shape, compared with what the base has."""
     stored, found = place.stored, []
-    rows = stored.data.reshape(-1, stored.data.shape[-1])
     dequantize = partial(gguf.quants.dequantize, qtype=stored.tensor_type)
-    for part in (part for expert in place.parts for part in expert):
-        here, rows = rows[: part.shape[0]], rows[part.shape[0] :]
-        orders = [None] if place.order is None else [None, place.order]
-        errors = [_distance(part, order, here, dequantize) for order in orders]
+    orders = [None] if place.order is None else [None, place.order]
+    of_experts = stored.data.reshape(len(place.matrices), -1, stored.data.shape[-1])
+    for matrix, rows in zip(place.matrices, of_experts, strict=True):
+        here = rows[place.first : place.first + matrix.shape[0]]
+        errors = [_distance(matrix, order, here, dequantize) for order in orders]
         error = min(errors)
         if not error <= FAR:  # NaN is far
             share = "everything: it is zero there" if error == math.inf else f"{error:.2f} of its norm"
-            raise ValueError(f"{part.stem} differs from its place in {stored.name} of the base by {share}, and 4-bit "
+            raise ValueError(f"{matrix.stem} differs from its place in {stored.name} of the base by {share}, and 4-bit "
                              "weights by about 0.1: the two are of different models, or the base has the experts in "
                              "another order; name a GGUF file of the model that was quantized")  # fmt: skip
         report.error = max(report.error, error)
         report.matrices += 1
-        order, blocks = orders[errors.index(error)], blocks_of(*_codes_and_sf(part))
+        order, blocks = orders[errors.index(error)], blocks_of(*_codes_and_sf(matrix))
         found.append(blocks if order is None else blocks[order])
     return torch.cat(found).view(place.shape).numpy()
 
 
 def _scales(place: Place) -> np.ndarray:
-    """fp32 [E], [1] of a linear. Gate and up in one stack have one."""
-    found = torch.stack([parts[0].matrix().known_scale() for parts in place.parts]).float().numpy()
+    """fp32 [E], [1] of a linear."""
+    found = torch.stack([matrix.matrix().known_scale() for matrix in place.matrices]).float().numpy()
     return found if place.scale is None else found * place.scale.data
 
 
 def _codes_and_sf(matrix: NVFP4Matrix) -> tuple[Tensor, Tensor]:
     dialect = matrix.dialect
-    return matrix.tensors[dialect.weight].tensor(), matrix.tensors[dialect.sf].tensor().view(torch.uint8)
+    sf = matrix.tensors[dialect.sf].tensor().view(torch.uint8)
+    check_block_scales(
+        sf, matrix.names[dialect.sf]
+    )  # GGUF has no sign: llama.cpp would read a negative one as positive
+    return matrix.tensors[dialect.weight].tensor(), sf
 
 
 def blocks_of(codes: Tensor, sf: Tensor) -> Tensor:
@@ -243,10 +269,10 @@ def blocks_of(codes: Tensor, sf: Tensor) -> Tensor:
 
 
 def _distance(
-    part: NVFP4Matrix, order: Tensor | None, rows: np.ndarray, dequantize: Callable[[np.ndarray], np.ndarray]
+    matrix: NVFP4Matrix, order: Tensor | None, rows: np.ndarray, dequantize: Callable[[np.ndarray], np.ndarray]
 ) -> float:
     """||values - rows|| / ||rows||, where the values have their rows in this order. Infinite if only rows are zero."""
-    values = part.matrix().open()
+    values = matrix.matrix().open()
     if order is not None:
         whole = values(0, len(rows))[order]
         values = lambda a, b: whole[a:b]
@@ -263,7 +289,7 @@ def _distance(
 
 # ---------------------------------------------------------------- what belongs where
 def _places(
-    gguf: Any, reader: GGUFReader, matrices: Mapping[str, NVFP4Matrix], last: int | None, report: ExportReport
+    reader: GGUFReader, matrices: Mapping[str, NVFP4Matrix], last: int | None, report: ExportReport
 ) -> Iterator[Place]:
     """The tensors of the base that are replaced. ValueError where matrices do not fit. last: layers of the model."""
     layers: dict[int, dict[tuple[int, str], NVFP4Matrix]] = {}
@@ -279,37 +305,29 @@ def _places(
             layers.setdefault(int(layer[1]), {})[int(expert["e"]), part] = matrix
     there = {t.name: t for t in reader.tensors}
     for number, found in sorted(layers.items()):
-        names = {part: f"blk.{number}.{name}.weight" for part, name in PARTS.items()}
-        if (together := f"blk.{number}.{GATE_UP}.weight") in there:
-            yield _stack(there, together, found, ("gate_proj", "up_proj"))
-            names = {"down_proj": names["down_proj"]}
-        for part in sorted({part for _, part in found} & set(names)):
-            yield _stack(there, names[part], found, (part,))
+        together = f"blk.{number}.{GATE_UP}.weight"
+        for part in sorted({part for _, part in found}):
+            one = f"blk.{number}.{PARTS[part]}.weight"
+            # llama.cpp knows no scale of gate and up in one stack, and reads two stacks as well
+            fused = part != "down_proj" and together in there
+            yield _stack(there, one, together if fused else one, found, part)
         report.layers += 1
-    name_of = _names(gguf, reader)
     for stem, matrix in linears.items():
-        name = None if is_mtp(stem, last) else name_of(stem)
+        name = None if is_mtp(stem, last) else _name_of(stem)
         if (why := _why_left(reader, there, name, matrix)) is not None:
             report.left[stem] = why
         elif name is not None:
             yield _linear(reader, there, name, matrix)
 
 
-def _names(gguf: Any, reader: GGUFReader) -> Callable[[str], str | None]:
-    """A function: the name of a linear's weight in the GGUF file."""
-    architecture = _field(reader, "general.architecture")
-    known = next((a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
-    if known is None:
-        return lambda stem: None
-    names = gguf.get_tensor_name_map(known, int(_field(reader, f"{architecture}.block_count") or 0))
-
-    def name_of(stem: str) -> str | None:
-        if ".mixer." in stem:  # transformers' names of Nemotron-H; the package knows the original ones
-            stem = re.sub(r"^model\.", "backbone.", stem)
-        found = names.get_name(stem)
-        return None if found is None else f"{found}.weight"
-
-    return name_of
+def _name_of(stem: str) -> str | None:
+    """The name of a linear's weight in GGUF; None where it has none that we know."""
+    above, _, last = stem.rpartition(".")
+    if (group := group_of(stem)) == "lm_head":
+        return f"{HEAD[last]}.weight"
+    layer, module = re.search(r"(?:^|\.)layers\.(\d+)\.", stem), above.rpartition(".")[2]
+    names = {"attention": ATTENTION, "shared": SHARED, "mlp": MLP}.get(group or "", MAMBA if module == "mixer" else {})
+    return f"blk.{layer[1]}.{names[last]}.weight" if layer and last in names else None
 
 
 def _why_left(
@@ -317,7 +335,9 @@ def _why_left(
 ) -> str | None:
     """Why a linear stays as the base has it; None: it is replaced. name: the place that it belongs to, if any."""
     architecture = _field(reader, "general.architecture")
-    if name is None or name.split(".")[-2] not in USE_SCALES.get(architecture, ()):
+    if name is None:
+        return "their place in GGUF is not known"
+    if name.split(".")[-2] not in USE_SCALES.get(architecture, ()):
         return f"llama.cpp's graph for {architecture} was not seen to multiply with their global scales"
     if name not in there:
         return "the base has no tensor for each of them: it has fused ones, or the embedding as the head"
@@ -333,7 +353,7 @@ def _linear(reader: GGUFReader, there: Mapping[str, ReaderTensor], name: str, ma
         raise ValueError(f"{name} of the base is {list(_shape(stored))}, and {matrix.stem} is {list(matrix.shape)}: "
                          "name a GGUF file of the model that was quantized")  # fmt: skip
     _check_type(stored)
-    return Place(stored, [[matrix]], there.get(Place.scale_of(name)), _rotated(reader, name, rows))
+    return Place(name, stored, [matrix], scale=there.get(_scale_of(name)), order=_rotated(reader, name, rows))
 
 
 def _rotated(reader: GGUFReader, name: str, rows: int) -> Tensor | None:
@@ -350,33 +370,30 @@ def _rotated(reader: GGUFReader, name: str, rows: int) -> Tensor | None:
 
 
 def _stack(
-    there: Mapping[str, ReaderTensor], name: str, found: Mapping[tuple[int, str], NVFP4Matrix], parts: tuple[str, ...]
+    there: Mapping[str, ReaderTensor], name: str, of_base: str, found: Mapping[tuple[int, str], NVFP4Matrix], part: str
 ) -> Place:
-    """A stack of experts. ValueError where they do not fit it."""
-    of_experts = [[found[e, part] for part in parts] for e in range(1 + max(e for e, _ in found))]
-    first, stored = of_experts[0][0], there.get(name)
+    """A stack of experts; of_base: the tensor that has them, gate and up perhaps. ValueError where they do not fit."""
+    matrices = [found[e, part] for e in range(1 + max(e for e, _ in found))]
+    first, stored, parts = matrices[0], there.get(of_base), 1 if of_base == name else 2
     if stored is None:
         raise ValueError(
             f"the base has no {name}, where {first.stem} belongs: it is of another model, or an old file "
             "with a tensor for each expert; convert the original with llama.cpp's convert_hf_to_gguf.py"
         )
     (N, K), have = first.shape, _shape(stored)
-    if have != (len(of_experts), N * len(parts), K):
-        raise ValueError(f"{name} of the base is {list(have)}, and {first.stem} is one of {len(of_experts)} experts "
-                         f"of {[N * len(parts), K]}: name a GGUF file of the model that was quantized")  # fmt: skip
+    if have != (len(matrices), N * parts, K):
+        raise ValueError(f"{of_base} of the base is {list(have)}, and {first.stem} is one of {len(matrices)} experts "
+                         f"of {[N * parts, K]}: name a GGUF file of the model that was quantized")  # fmt: skip
     _check_type(stored)
     if K % BLOCK:
         raise ValueError(f"{first.stem} has {K} columns: NVFP4 in GGUF is blocks of {BLOCK}, so this model has no such "
                          "file; quantize it with llama.cpp's llama-quantize to another type")  # fmt: skip
-    for matrix in (m for expert in of_experts for m in expert):
+    for matrix in matrices:
         if PRE_QUANT_SCALE in matrix.tensors:
             raise ValueError(f"{matrix.names[PRE_QUANT_SCALE]}: AWQ's scales have no place in GGUF; quantize the "
                              "original model with moe-nvfp4")  # fmt: skip
-    for gate, up in (expert for expert in of_experts if len(expert) == 2):
-        if gate.matrix().known_scale() != up.matrix().known_scale():
-            raise ValueError(f"{gate.stem} and up have different global scales, and {name} of the base has one for "
-                             "both: moe-nvfp4 quantize SRC DST --share-scales makes files with one")  # fmt: skip
-    return Place(stored, of_experts, there.get(Place.scale_of(name)))
+    row = N if parts == 2 and part == "up_proj" else 0
+    return Place(name, stored, matrices, row, there.get(_scale_of(name)))
 
 
 def _shape(stored: ReaderTensor) -> tuple[int, ...]:

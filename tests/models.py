@@ -16,7 +16,7 @@ def qwen3_moe(experts=8, intermediate=48, **settings):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        **SMALL | settings, intermediate_size=96, moe_intermediate_size=intermediate, num_experts=experts,
+        **SMALL | {"intermediate_size": 96} | settings, moe_intermediate_size=intermediate, num_experts=experts,
         num_experts_per_tok=2))  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from moe_nvfp4.cli import main
 from moe_nvfp4.quantize import export
@@ -165,12 +166,19 @@ def test_ggml_reads_the_numbers_of_the_checkpoint(dialect, kind, made, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["out.gguf"]
 
 
-def test_gate_and_up_in_one_stack(made, tmp_path):
-    export_gguf(made / "modelopt", made / "together.gguf", tmp_path / "out.gguf")
-    _, tensors = read(tmp_path / "out.gguf")
-    for e in range(E):
-        both = [stored(made / "modelopt", "modelopt", 1, part, e) for part in ("gate", "up")]
-        assert torch.equal(value(tensors, 1, "gate_up", e), torch.cat(both))
+def test_gate_and_up_of_one_stack_are_two(made, tmp_path):
+    """llama.cpp refuses a file with `ffn_gate_up_exps.scale`. Apart they may have different global scales."""
+    folder = shutil.copytree(made / "modelopt", tmp_path / "4-bit")
+    files = {name: t * 1.01 if name.endswith("up_proj.weight_scale_2") else t for name, t in tensors(folder).items()}
+    save_file(files, folder / "model.safetensors", {"format": "pt"})
+    report = export_gguf(folder, made / "together.gguf", tmp_path / "out.gguf")
+    _, found = read(tmp_path / "out.gguf")
+    assert not any("gate_up" in name for name in found) and report.matrices == LAYERS * 3 * E
+    for part in PARTS:
+        for e in range(E):
+            assert torch.equal(value(found, 1, part, e), stored(folder, "modelopt", 1, part, e))
+    assert (found["blk.1.ffn_gate_exps.scale"].data < found["blk.1.ffn_up_exps.scale"].data).all()
+    assert report.before == sum(int(t.n_bytes) for name, t in read(made / "together.gguf")[1].items() if "exps" in name)
 
 
 def test_all_else_is_the_base(made, tmp_path):
@@ -302,6 +310,58 @@ def test_linears_are_those_of_the_checkpoint(heads, saved, dialect, tmp_path, se
     assert report.after == sum(map(int, nvfp4))
 
 
+@pytest.mark.parametrize("architecture", ["cohere2moe", "deepseek32", "gemma4", "glm-dsa", "hy_v3", "qwen3moe"])
+def test_dense_mlps_are_those_of_the_checkpoint(architecture, tmp_path, capsys):
+    """Where the graph multiplies with their scales; elsewhere they stay. Layer 2 has an MLP."""
+    model = make(
+        lambda: qwen3_moe(E, 64, num_hidden_layers=LAYERS + 1, mlp_only_layers=[LAYERS], intermediate_size=128)
+    )
+    model.save_pretrained(tmp_path / "dense")
+    folder = converted(tmp_path / "dense", tmp_path / "4-bit", recipe="mse", linears="mlp")
+    mlp = model.model.layers[LAYERS].mlp
+    more = [
+        (f"blk.{LAYERS}.ffn_{part}.weight", getattr(mlp, f"{part}_proj").weight.detach().float().numpy())
+        for part in PARTS
+    ]
+    base = write_base(tmp_path / "base.gguf", model, architecture=architecture, more=more)
+    notes, tensors = left(tmp_path, base, tmp_path / "out.gguf", capsys, "4-bit")
+    if architecture == "qwen3moe":
+        (note,) = notes.values()
+        assert "note: 3 other 4-bit matrices" in note and f"blk.{LAYERS}.ffn_up.scale" not in tensors
+        return
+    assert not notes
+    for part in PARTS:
+        found, scale = (tensors[f"blk.{LAYERS}.ffn_{part}.{kind}"] for kind in ("weight", "scale"))
+        assert found.tensor_type == gguf.GGMLQuantizationType.NVFP4 and list(scale.shape) == [1]
+        want = stored_linear(folder, "modelopt", f"model.layers.{LAYERS}.mlp.{part}_proj")
+        assert torch.equal(torch.from_numpy(gguf.quants.dequantize(found.data, found.tensor_type) * scale.data), want)
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"),
+    [
+        ("model.layers.11.self_attn.o_proj", "blk.11.attn_output"),
+        ("model.language_model.layers.3.self_attn.k_proj", "blk.3.attn_k"),
+        ("backbone.layers.3.mixer.q_proj", "blk.3.attn_q"),
+        ("model.layers.3.mixer.in_proj", "blk.3.ssm_in"),
+        ("backbone.layers.3.mixer.shared_experts.up_proj", "blk.3.ffn_up_shexp"),
+        ("model.layers.3.mlp.shared_expert.gate_proj", "blk.3.ffn_gate_shexp"),
+        ("model.layers.3.mlp.shared_mlp.down_proj", "blk.3.ffn_down_shexp"),
+        ("model.layers.0.mlp.gate_proj", "blk.0.ffn_gate"),
+        ("lm_head", "output"),
+        ("model.layers.3.linear_attn.out_proj", None),
+        ("model.layers.3.self_attn.q_a_proj", None),
+        ("model.layers.3.mlp.shared_expert_gate", None),
+        ("model.layers.3.mixer.fc1_latent_proj", None),
+        ("model.visual.blocks.0.attn.qkv", None),
+        ("vision_tower.encoder.layers.0.self_attn.q_proj", None),
+    ],
+)
+def test_names_are_those_of_llama_cpp(stem, name):
+    """As its converter makes them."""
+    assert export._name_of(stem) == (name and f"{name}.weight")
+
+
 def left(made, base, out, capsys, folder="all-modelopt", *options):
     """The names of linears that stay, by the reason in the notes; the file has them as the base does."""
     assert main(["export", str(made / folder), str(out), "--base", str(base), *options]) == 0
@@ -336,10 +396,17 @@ def test_linears_whose_scale_is_not_used_stay(architecture, model, made, tmp_pat
     assert "note: 9 other" in notes[why] and all("_exps" in n for n in after if n.endswith(".scale"))
 
 
-def test_linear_attention_of_qwen3_next_stays():
-    """Its graph multiplies with the scales of attention and shared experts, and not with these."""
-    for name in ("ssm_in", "ssm_out", "attn_qkv", "attn_gate", "ffn_gate_inp_shexp"):
-        assert name not in export.USE_SCALES["qwen3next"]
+@pytest.mark.parametrize(
+    ("architecture", "ignored"),
+    [
+        ("qwen3next", ["ssm_in", "ssm_out", "attn_qkv", "attn_gate", "ffn_gate_inp_shexp", "ffn_gate"]),
+        ("glm-dsa", ["output", "attn_q_a", "attn_q_b", "attn_kv_a_mqa"]),
+        ("deepseek32", ["output", "attn_q_a", "attn_q_b", "attn_kv_a_mqa"]),
+    ],
+)
+def test_scales_that_a_graph_ignores_are_not_written(architecture, ignored):
+    """It multiplies with those of other linears, and not with these, or refuses a file that has them."""
+    assert not export.USE_SCALES[architecture] & set(ignored)
 
 
 def test_linears_that_have_no_blocks_of_64_stay(tmp_path, capsys):
@@ -458,6 +525,32 @@ def test_stopped_in_the_middle_it_leaves_nothing(made, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         export_gguf(made / "modelopt", made / "Q8_0.gguf", tmp_path / "out.gguf")
     assert not list(tmp_path.iterdir())
+
+
+def test_killed_in_the_middle_the_next_run_makes_the_same_file(made, tmp_path, monkeypatch):
+    """What it left is removed, before the disk is asked for room."""
+    export_gguf(made / "modelopt", made / "Q8_0.gguf", tmp_path / "whole.gguf")
+    (tmp_path / ".out.gguf.partial").write_bytes(b"half of it")
+    monkeypatch.setattr(
+        export, "check_space", lambda path, needed: seen.append(sorted(p.name for p in tmp_path.iterdir()))
+    )
+    seen = []
+    export_gguf(made / "modelopt", made / "Q8_0.gguf", tmp_path / "out.gguf")
+    assert seen == [["whole.gguf"]]
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("byte", [0x80, 0xB8, 0x7F])
+def test_block_scales_that_gguf_cannot_hold(byte, made, tmp_path):
+    folder = shutil.copytree(made / "modelopt", tmp_path / "4-bit")
+    files = tensors(folder)
+    sf = files["model.layers.1.mlp.experts.2.up_proj.weight_scale"]
+    sf.view(torch.uint8)[3, 1] = byte
+    save_file(files, folder / "model.safetensors", {"format": "pt"})
+    base, out = made / "Q8_0.gguf", tmp_path / "out.gguf"
+    match = "differs from its place" if byte == 0x7F else "2.up_proj.weight_scale holds NaN or negative block scales"
+    refused(tmp_path, base, out, match, folder="4-bit")
 
 
 def test_without_the_package(made, tmp_path, monkeypatch):
