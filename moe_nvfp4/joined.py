@@ -111,7 +111,7 @@ class Joined:
         self.open, self.in_vain = False, 0
         self.left: Any = None  # the tensor of the last call, its version, and the columns, None where they were taken
         self.whole: tuple[list[LinearWeights], LinearWeights] | None = None  # of the last call
-        self.made: dict[str, int] = {}  # where the memory of all begins, by the name of its kind
+        self.made: dict[str, int] = {}  # where the memory of all codes begins, and of all sf, by name
         self.before: list[list[Tensor]] = []  # scales and biases that were moved: captured graphs may read them
         for linear in linears:
             if linear.joined is not None:
@@ -206,12 +206,13 @@ class Joined:
             linear._changed()
         for name, moved in apart.items():
             tensors = [p.data for p in moved]
-            if name not in ("weight", "weight_sf"):
-                self.before.append(tensors)
             with made_for(moved[0]):
                 # With `out`, autocast looks away: to bf16 it would refuse fp16
                 together = torch.cat(tensors, out=tensors[0].new_empty(0))
-                self.made[name] = together.data_ptr()
+                if name in ("weight", "weight_sf"):
+                    self.made[name] = together.data_ptr()
+                else:
+                    self.before.append(tensors)
                 for p, part in zip(moved, together.split([len(t) for t in tensors]), strict=True):
                     p.data = part
         if apart and layout is not None:

@@ -32,7 +32,7 @@ from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, Gate, Matrices
 
 SCRATCH = 1 << 29  # bytes of weights dequantized at a time; more only where 64 columns need more
-MOST_GROUPS = 1023  # that torch's grouped product takes on a GPU
+MOST_GROUPS = 1023  # that torch's grouped product takes on a GPU (GroupMM.cu: one block prepares it, a thread for each)
 MAX_ROWS = 1 << 16  # rows of a fused layer's gradient at a time: it holds several fp32 copies of GEMM 1's output
 
 

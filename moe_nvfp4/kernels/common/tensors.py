@@ -1,11 +1,13 @@
 """Tensors in the form that kernels take, and facts about the GPU."""
 
 import warnings
+from collections.abc import Callable, Hashable
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from moe_nvfp4.devices import capturing
 from moe_nvfp4.kernels.common.ahead import noted_gpu
 
 
@@ -36,6 +38,20 @@ def settle(device: torch.device) -> None:
     offsets, positions, routing weights. Where torch has just written one of them, this launches a kernel in between.
     """
     torch.empty(1, device=device).fill_(0)
+
+
+def lasting(make: Callable[..., Tensor], device: torch.device, key: Hashable) -> Tensor:
+    """`make(key, device)`, made once: kernels may read it before they wait for the launch before."""
+    if (make, device, key) in _lasting:
+        return _lasting[make, device, key]
+    made = make(key, device)
+    settle(device)
+    if not capturing(device):  # else it is a part of the graph, which fills it in each replay
+        _lasting[make, device, key] = made
+    return made
+
+
+_lasting: dict[tuple[Callable[..., Tensor], torch.device, Hashable], Tensor] = {}  # for good: graphs may read them
 
 
 @cache

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.devices import capturing
 from moe_nvfp4.kernels.common.ahead import MAX_ROWS, planned_tokens
 from moe_nvfp4.kernels.common.cute import CuteKernels
 from moe_nvfp4.kernels.common.tensors import (
@@ -36,6 +35,7 @@ from moe_nvfp4.kernels.common.tensors import (
     capability,
     expert_ids,
     floating,
+    lasting,
     multiprocessors,
     settle,
     warn_unpacked,
@@ -142,7 +142,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     out, y = _name(x.dtype), x.new_empty(T, m.N)
     if T == 0:
         return y
-    groups = Groups(torch.empty(T, dtype=torch.int32, device=x.device), _one_group(T, x.device), 1)
+    groups = Groups(torch.empty(T, dtype=torch.int32, device=x.device), lasting(_one_group, x.device, T), 1)
     rows = quantize_rows(x, None, w.input_scale, groups, w.four_over_six) if w.quantized else Rows(x)
     rows, (codes, sf) = _operand(rows, groups), _operands(m)
     K = 2 * codes.shape[-1]
@@ -156,19 +156,8 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
 
 
 def _one_group(rows: int, device: torch.device) -> Tensor:
-    """The offsets of a single group, which kernels read before they wait for the launch before."""
-    if (rows, device) in _groups:
-        return _groups[rows, device]
-    if device.type == "meta":  # launches are noted
-        return torch.empty(2, dtype=torch.int32, device=device)
-    offsets = torch.arange(0, rows + 1, rows, dtype=torch.int32, device=device)
-    settle(device)
-    if not capturing(device):  # else it is a part of the graph, which fills it in each replay
-        _groups[rows, device] = offsets
-    return offsets
-
-
-_groups: dict[tuple[int, torch.device], Tensor] = {}  # for good: graphs may read them
+    """The offsets of a single group."""
+    return torch.arange(0, rows + 1, rows, dtype=torch.int32, device=device)
 
 
 def _operand(rows: Rows, groups: Groups) -> Rows:

@@ -24,13 +24,12 @@ import torch
 from cutlass import BFloat16, Float32, Int32
 from torch import Tensor
 
-from moe_nvfp4.devices import capturing
 from moe_nvfp4.kernels.common import launch
 from moe_nvfp4.kernels.common.ahead import MAX_ROWS, planned_tokens
 from moe_nvfp4.kernels.common.cute import CuteKernels
 from moe_nvfp4.kernels.common.route import Route, route_shape
 from moe_nvfp4.kernels.common.rows import SumParts
-from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, multiprocessors, settle
+from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, lasting, multiprocessors, settle
 from moe_nvfp4.kernels.sm90.config import GemmConfig
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack_linear, packed, words
@@ -124,7 +123,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     )  # fmt: skip
     units, scale = words(m.stacked()), m.global_scale
     unused, bias = units.view(-1)[:1], x if m.bias is None else m.bias[None]
-    index = _part_of_block(w.parts, x.device) if w.parts else unused
+    index = lasting(_part_of_block, x.device, w.parts) if w.parts else unused
     tiles = -(-T // tile.BN) * -(-units.shape[1] // tile.m_blocks) * split_k
     _kernel(tile, config, bias.dtype)(
         units, units, x, index, x, x, x, y, unused, scale, scale, scale, bias, bias, scale,
@@ -138,19 +137,11 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
 
 def _part_of_block(parts: tuple[int, ...], device: torch.device) -> Tensor:
     """Which linear each 64-row block of joined linears belongs to, int32. A tile may reach beyond the last block."""
-    if (parts, device) in _parts_of_blocks:
-        return _parts_of_blocks[parts, device]
     blocks = -(-sum(parts) // UNIT) + max(tile.m_blocks for tile in LINEAR_TILES)
     part = torch.zeros(blocks, dtype=torch.int32, device=device)
     for end in accumulate(parts[:-1]):
         part[end // UNIT :] += 1
-    settle(device)  # the kernel reads it before it waits for the launch before
-    if not capturing(device):  # else it is a part of the graph, which fills it in each replay
-        _parts_of_blocks[parts, device] = part
     return part
-
-
-_parts_of_blocks: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
 def _linear_dense(x: Tensor, row_scale: Tensor | None, w: Matrices, out: Tensor) -> Tensor:
