@@ -97,6 +97,18 @@ def test_figures_are_those_of_the_results_file(page):
         assert re.findall(r".*(?<!\w)\d[\d.]* (?:tokens/s|us|ms|nats|times|%|GB).*", prose) == []
 
 
+def test_times_on_blackwell_are_those_of_the_model():
+    from moe_nvfp4.kernels.sm100.model import LAYERS, layer
+
+    text = (ROOT / "docs/measurements.md").read_text("utf-8").partition("\n## Blackwell, by counts\n")[2]
+    rows = [row.strip("| ").split(" | ") for row in text.partition("\n## ")[0].splitlines() if "| W4A" in row]
+    tokens = (1, 16, 64, 256, 1024, 4096, 16384)
+    of = [(name, activations) for name in ("Qwen3-30B-A3B", "Mixtral-8x7B") for activations in ("bf16", "nvfp4")]
+    for row, (name, activations) in zip(rows, of, strict=True):
+        assert row[-len(tokens) :] == [f"{1e6 * layer(*LAYERS[name], T, activations)['total']:.0f}" for T in tokens]
+        assert ("W4A16" in row) == (activations == "bf16") and (name in row) == (activations == "bf16")
+
+
 def test_every_result_is_shown_and_a_changed_figure_is_noticed():
     made = generated()
     pages = "".join(page.read_text("utf-8") for page in made["FIGURES"])
