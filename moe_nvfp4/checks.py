@@ -16,7 +16,7 @@ ROWS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of x, h, y and b
 ROUTER = (*ROWS, torch.float64)
 _BYTES, _FP32, _INT32 = (torch.uint8,), (torch.float32,), (torch.int32,)
 _WAYS_OUT = {
-    _BYTES: "codes and block scales are bytes, which a cast has destroyed: load the layer again",
+    _BYTES: "codes and block scales are bytes, which a cast or tie_weights() has replaced: load the layer again",
     _FP32: "scales are fp32, and a cast has rounded them: load the layer again, and under FSDP's mixed precision pass "
     "ignored_params=moe_nvfp4.scales.fp32_parameters(model), or load in bf16 without DistributedConfig's "
     "fsdp_mixed_precision",

@@ -100,8 +100,10 @@ def _check_codes(name: str, module: nn.Module, *keys: str) -> None:
     """ValueError unless these parameters of the module `name`, which are codes, are bytes."""
     for key in keys:
         if (dtype := module.get_parameter(key).dtype) != torch.uint8:
-            raise ValueError(f"{name}.{key} is {dtype}: 4-bit codes are bytes, which a cast of all parameters (type(), "
-                             "not to()) has destroyed: load the model again")  # fmt: skip
+            raise ValueError(
+                f"{name}.{key} is {dtype}: 4-bit codes are bytes, which a cast of all parameters (type(), not to()) "
+                "or tie_weights() of a 4-bit head has replaced: load the model again"
+            )
 
 
 def _check_alike(experts: Mapping[str, HFExperts], counts: set[int]) -> None:

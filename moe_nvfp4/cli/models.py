@@ -282,7 +282,8 @@ def text_of(args: argparse.Namespace) -> str:
 
 def windows_of(args: argparse.Namespace, tokenizer: Any, text: str, config: Any) -> Tensor:
     """int64 [count, window]: the first --windows pieces of the text, each of which begins with BOS, if the tokenizer
-    begins a text so. ValueError if the text is too short, or if the model of `config` does not take such windows."""
+    begins a text so. ValueError if the text is too short, if the tokenizer does not know most of it, or if the model of
+    `config` does not take such windows."""
     import torch
 
     from moe_nvfp4.integrations.huggingface.calibration import cut, window_for
@@ -295,5 +296,9 @@ def windows_of(args: argparse.Namespace, tokenizer: Any, text: str, config: Any)
         raise ValueError(f"the text has {sum(map(len, pieces))} tokens, less than one window of {window}: write a "
                          "smaller --window, or name a longer text")  # fmt: skip
     windows = torch.stack(whole)
+    unknown = 0.0 if tokenizer.unk_token_id is None else (windows == tokenizer.unk_token_id).double().mean().item()
+    if unknown > 0.5:
+        raise ValueError(f"{unknown:.0%} of the text's tokens are {tokenizer.unk_token!r}, words that the model's "
+                         "tokenizer does not know: name a text like those that the model was trained on")  # fmt: skip
     check_ids(windows, config)
     return windows

@@ -20,6 +20,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, monkeypatch, ca
     LlamaForCausalLM(LlamaConfig(**small)).save_pretrained(tmp_path / "dense")
     run("quantize", folder, tmp_path / "done", "--recipe", "max")
     (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "foreign.txt").write_text("яя " * 100, "utf-8")
     (tmp_path / "utf16.txt").write_text("of another encoding", "utf-16")
     shutil.copytree(tmp_path / "done", tmp_path / "lacking")
     save_file({n: t for n, t in tensors(tmp_path / "done").items() if "q_norm" not in n},
@@ -87,6 +88,7 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, monkeypatch, ca
         ),
         (("compare", folder), "--text FILE"),
         (("compare", folder, "--text", tmp_path / "short.txt"), "less than one window of 128"),
+        (("compare", folder, "--text", tmp_path / "foreign.txt"), "67% of the text's tokens are '<unk>'"),
         (("compare", tmp_path / "done", "--text", tmp_path / "short.txt"), "needs the original"),
         (("compile", "Qwen/Qwen3-30B-A3B", "--arch", "sm_80", "--out", tmp_path / "file"), "Not a directory"),
     ]
