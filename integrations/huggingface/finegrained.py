@@ -13,7 +13,8 @@ yet; read at commit bf0e7ec of the branch). P is gate_up_proj, or up_proj withou
 
 The first call moves all of it into an `NVFP4Experts`, a child of the module, one projection at a time, and leaves the
 module's own parameters empty: weights are never there twice. What reads them there (`state_dict`, loading, another
-experts implementation) gets the same bytes back first.
+experts implementation) gets the same bytes back first. A parameter that is given new data meanwhile (`p.data = new`)
+is moved by the next call; the empty ones must not be changed in place, which has no effect.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     """`FineGrainedExperts.forward` by this library: hidden_states [..., H], ids and weights [T, top_k] -> [..., H]."""
     layer = module._modules.get(IMPLEMENTATION) or take(module)
     _check_own(module)
-    if layer.computes != (computes := _computes(module)):
-        layer.gate, layer.computes = recognise_gate(module, layer.layout), computes
+    if layer.computes != _computes(module) or any(module._parameters[source].numel() for source in layer.shapes):
+        _give_back(module)  # but for what somebody gave the module meanwhile
+        layer = take(module)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     return layer(x, top_k_index, top_k_weights).view(hidden_states.shape)
 
@@ -121,7 +123,7 @@ class TakenExperts(NVFP4Experts):
         self.layout, self.computes = layout, _computes(module)
         self.theirs = (module,)  # in a tuple, so that it is no child
         self.shapes: dict[str, torch.Size] = {}
-        self.post_expert_norm = module.post_expert_norm if module.has_post_expert_norm else None
+        self.post_expert_norm = self.computes[-2]
         for name in [*self._parameters]:
             source, kind = self._source(name)
             tensor = module.get_parameter(source).detach()
@@ -165,14 +167,15 @@ class TakenExperts(NVFP4Experts):
         return own_gate(self.theirs[0], type(self.theirs[0]), self.layout, w13_out)
 
     def give_back(self) -> None:
-        """Fill the module's parameters again, with the same bytes, and leave it."""
+        """Fill the module's empty parameters again, with the same bytes, and leave it."""
         (module,) = self.theirs
         self.unpack()
         self.warn_of_graphs()
         with made_for(self.down_proj):
             for name, parameter in self.named_parameters(recurse=False):
                 source, kind = self._source(name)
-                module._parameters[source].data = self._write(parameter.detach(), source, kind)
+                if (theirs := module._parameters[source]) is not None and not theirs.numel():
+                    theirs.data = self._write(parameter.detach(), source, kind)
         del module._modules[IMPLEMENTATION]
 
 
@@ -227,9 +230,10 @@ def _class(module: nn.Module) -> type | None:
 
 
 def _computes(module: Any) -> tuple:
-    """All that the gate depends on."""
+    """All that the layer depends on, besides its weights."""
+    norm = module.post_expert_norm if module.has_post_expert_norm else None
     own = vars(module).get("_apply_gate")
-    return own, module.act_fn, module.swiglu_alpha, module.swiglu_limit
+    return own, module.act_fn, module.swiglu_alpha, module.swiglu_limit, norm, module.activation_format
 
 
 def _check_own(module: Any) -> None:

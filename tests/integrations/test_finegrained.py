@@ -215,6 +215,50 @@ def test_a_gate_of_its_own_and_one_that_changes_later(make):
     assert relative_error(got, reference(module, x.double(), ids, weights)) < THRESHOLDS["fp32"]
 
 
+def test_what_changes_after_the_first_call(make):
+    """The norm, the activations, and parameters that are replaced one by one, as weights from elsewhere are."""
+    module = make("bf16", has_bias=True)
+    x, ids, weights = inputs(module)
+    module(x, ids, weights)
+    norms = [nn.RMSNorm(64, eps=1e-6) for _ in range(2)]
+
+    def norm(i):
+        module.post_expert_norm, module.has_post_expert_norm = norms[i], True
+        nn.init.normal_(norms[i].weight)
+
+    def data():
+        module.down_proj.data = torch.randint(-128, 128, (4, 64, 16), dtype=torch.int8)
+        module.gate_up_proj_bias.data = torch.randn(4, 64)
+
+    def parameter():
+        module.gate_up_proj_weight_global_scale = nn.Parameter(torch.rand(4))
+
+    for change in (lambda: norm(0), lambda: norm(1), data, parameter):
+        change()
+        want = reference_of(module, x.double(), ids, weights)
+        assert relative_error(module(x, ids, weights), want) < 10 * THRESHOLDS["fp32"], "the norm is in fp32, twice"
+        assert isinstance(module._modules[IMPLEMENTATION], TakenExperts) and module.down_proj.numel() == 0
+
+    module = make(None)
+    module(x, ids, weights)
+    module.activation_format = "bf16"
+    module.gate_up_proj_input_global_scale = module.down_proj_input_global_scale = None
+    want = reference_of(module, x.double(), ids, weights)
+    assert relative_error(module(x, ids, weights), want) < THRESHOLDS["fp32"]
+
+
+def test_gradients_after_a_first_call_in_inference_mode(make):
+    module = make("bf16")
+    x, ids, weights = inputs(module)
+    with torch.inference_mode():
+        want = module(x, ids, weights)
+        module.state_dict()
+        module(x, ids, weights)
+    got = module(x.requires_grad_(), ids, weights)
+    got.sum().backward()
+    assert torch.equal(got, want) and x.grad.abs().sum() > 0
+
+
 def test_rows_that_are_gate_and_then_up(make):
     module = make("bf16", has_bias=True)
     x, ids, weights = inputs(module)
