@@ -238,7 +238,7 @@ def fits() -> str:
     def row(name: str, model: Any) -> list[str]:
         layers = len(offload._layers(model))
         experts = sum(map(offload._bytes, offload._layers(model)))
-        rest, cache = offload._bytes(model) - experts, offload.CONTEXT * offload.cache_bytes(model)
+        rest, cache = offload._bytes(model) - experts, offload.cache_bytes(model, offload.CONTEXT)
         cells = []
         for memory in DEVICES.values():
             try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.placement import SCRATCH, check_cpu_experts, fewest_on_cpu, no_gpu
@@ -77,16 +78,19 @@ def describe_placement(model: nn.Module) -> str:
     )
 
 
-def cache_bytes(model: nn.Module) -> int:
-    """Bytes of one token in transformers' KV cache: keys and values of every layer."""
+def cache_bytes(model: nn.Module, context: int) -> int:
+    """Bytes of transformers' KV cache of `context` tokens. The small states of linear attention are not counted."""
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    if getattr(config, "kv_lora_rank", None):  # latent attention: transformers caches the heads, not the latent vectors
-        heads = config.num_attention_heads
-        width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    if latent := getattr(config, "kv_lora_rank", None):  # it is cached, and expanded to heads a layer at a time
+        width = latent + config.qk_rope_head_dim + (getattr(config, "index_head_dim", None) or 0)
     else:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return int(config.num_hidden_layers * width * next(model.parameters()).element_size())
+    layers = DynamicCache(config=config).layers or [DynamicLayer()] * config.num_hidden_layers
+    tokens = sum(
+        min(context, getattr(layer, "sliding_window", context)) for layer in layers if isinstance(layer, DynamicLayer)
+    )
+    return int(tokens * width * next(model.parameters()).element_size())
 
 
 def _fewest(model: nn.Module, experts: list[HFExperts], context: int, memory: int | None) -> int:
@@ -97,7 +101,7 @@ def _fewest(model: nn.Module, experts: list[HFExperts], context: int, memory: in
         memory = torch.cuda.mem_get_info()[0]
     sizes = list(map(_bytes, experts))
     needs = {"other weights": _bytes(model) - sum(sizes),
-             f"a KV cache of {context} tokens": context * cache_bytes(model), "scratch": SCRATCH}  # fmt: skip
+             f"a KV cache of {context} tokens": cache_bytes(model, context), "scratch": SCRATCH}  # fmt: skip
     return fewest_on_cpu(sizes, memory, needs)
 
 

@@ -114,7 +114,7 @@ def _cache(model: Any, tokens: int, old: Any) -> Any:
         use_cuda_graphs(model)
     except NotImplementedError:
         return old
-    if (size := tokens * cache_bytes(model)) > free / 2:
+    if (size := cache_bytes(model, tokens)) > free / 2:
         logging.get_logger(__name__).warning_once(
             f"slower, without CUDA graphs: their cache of {tokens} tokens would take {readable_size(size)} of "
             f"{readable_size(free)} of free GPU memory; a smaller --max-new-tokens makes a smaller one"

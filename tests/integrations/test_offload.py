@@ -33,6 +33,7 @@ from tests.models import (
     aria,
     deepseek,
     folder,
+    gpt_oss,
     granite,
     llama4,
     load,
@@ -77,6 +78,23 @@ def test_the_first_layers_stay(tmp_path):
         keep_experts_on_cpu(model, 3)
 
 
+def attention_beside_experts():
+    return nemotron_h("moe", "attention", "mamba", "attention")
+
+
+@pytest.mark.parametrize(
+    "family", [qwen3_moe, deepseek, granite, attention_beside_experts, partial(gpt_oss, sliding_window=32)]
+)
+def test_the_room_for_the_cache_is_what_a_cache_takes(family):
+    """Latent vectors rather than heads, no more than a window, and attention layers only."""
+    model, tokens = make(family), 100
+    with torch.no_grad():
+        cache = model(torch.ones(1, tokens, dtype=torch.long), use_cache=True).past_key_values
+    tensors = [t for layer in cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    sizes = [t.nbytes // t.shape[2] * (32 if t.shape[2] == 31 else tokens) for t in tensors if t is not None]
+    assert cache_bytes(model, tokens) == sum(sizes) > 0, "of its window, a layer keeps all but the last"
+
+
 @pytest.mark.slow
 def test_auto_fills_the_gpu_first(tmp_path):
     """With one byte less than a layer needs, the layer stays on the CPU."""
@@ -89,7 +107,7 @@ def test_auto_fills_the_gpu_first(tmp_path):
     each, others = size(experts[0]), size(model) - sum(map(size, experts))
     config = model.config
     per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    assert cache_bytes(model) == per_token
+    assert cache_bytes(model, CONTEXT) == CONTEXT * per_token
     base = others + CONTEXT * per_token + SCRATCH
     for memory, stay in ((base, 2), (base + each - 1, 2), (base + each, 1), (base + 2 * each, 0), (1 << 50, 0)):
         assert len(keep_experts_on_cpu(model, "auto", memory=memory)) == stay
