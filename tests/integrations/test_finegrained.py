@@ -247,18 +247,6 @@ def test_what_changes_after_the_first_call(make):
     assert relative_error(module(x, ids, weights), want) < THRESHOLDS["fp32"]
 
 
-def test_gradients_after_a_first_call_in_inference_mode(make):
-    module = make("bf16")
-    x, ids, weights = inputs(module)
-    with torch.inference_mode():
-        want = module(x, ids, weights)
-        module.state_dict()
-        module(x, ids, weights)
-    got = module(x.requires_grad_(), ids, weights)
-    got.sum().backward()
-    assert torch.equal(got, want) and x.grad.abs().sum() > 0
-
-
 def test_rows_that_are_gate_and_then_up(make):
     module = make("bf16", has_bias=True)
     x, ids, weights = inputs(module)
