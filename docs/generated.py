@@ -257,10 +257,10 @@ def fits() -> str:
 
 {MADE}
 Gigabytes (10^9 bytes) of the weights in bf16 and with 4-bit experts; of the experts alone; of the other weights, which
-stay bf16; and of a KV cache of {offload.CONTEXT} tokens as transformers keeps it: layers with sliding windows keep less,
-those with linear attention none, and latent attention keeps the latent vectors. Then, for GPUs with this much memory
-(in GiB, of which 97 % are free), how many of the model's layers of experts fit into it beside the other weights, that
-cache and 3 GiB of scratch. The experts of the other layers stay in host memory, and
+stay bf16; and of a KV cache of {offload.CONTEXT} tokens as transformers keeps it: layers with sliding windows keep
+less, those with linear attention none, and latent attention keeps the latent vectors. Then, for GPUs with this much
+memory (in GiB, of which 97 % are free), how many of the model's layers of experts fit into it beside the other weights,
+that cache and 3 GiB of scratch. The experts of the other layers stay in host memory, and
 [the CPU computes them](small_gpus.md). An empty cell: even the other weights do not fit.
 
 {table(head, bf16)}
