@@ -40,6 +40,7 @@ class FineGrainedExperts(nn.Module):
         self.swiglu_limit = getattr(config, "swiglu_limit", None)
         self.weight_format, self.activation_format = weight_format, activation_format
         self.holds_interleaved_gate_up, self.post_expert_norm = has_gate, None
+        self.has_post_expert_norm = self._is_expert_parallel = False  # transformers 5.17 sets neither
         self.gate_up_name = "gate_up_proj" if has_gate else "up_proj"
         E, H, I = self.num_experts, self.hidden_dim, self.intermediate_dim
         for name, N, K, inputs in ((self.gate_up_name, I * (1 + has_gate), H, 1), ("down_proj", H, I, E)):
