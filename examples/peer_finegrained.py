@@ -10,11 +10,13 @@ at the first call of each size. For each number of tokens, the faster of their t
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4.quantize.layouts.base import interleave_rows
 
 REPOSITORY, VERSION = "kernels-community/finegrained-kernels", 5
 
@@ -51,7 +53,7 @@ def operands(experts):
     """The arguments of the kernels for a layer: rows g0, u0, g1, u1, ..., gate's global scale for both, and what
     differs in up's in down's."""
     t = {name: tensor.detach() for name, tensor in experts.state_dict().items()}
-    interleave = lambda rows: torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
+    interleave = partial(interleave_rows, parts=2, dim=1)
     return {
         "gate_up_proj": interleave(t["gate_up_proj"]).view(torch.int8),
         "gate_up_proj_scale_inv": interleave(t["gate_up_proj_sf"]).view(torch.float8_e4m3fn),

@@ -27,7 +27,7 @@ from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.ops import Adapters
 from moe_nvfp4.quantize.dialects import matches
 from moe_nvfp4.quantize.layouts import dbrx
-from moe_nvfp4.quantize.layouts.base import split_rows
+from moe_nvfp4.quantize.layouts.base import interleave_rows, split_rows
 from moe_nvfp4.quantize.names import names_experts
 from moe_nvfp4.weights import Gate
 
@@ -76,7 +76,7 @@ class ModuleLayout:
     def stored(self, name: str, tensor: Tensor) -> Tensor:
         """The inverse of `canonical`."""
         if self.interleaved and name.startswith("gate_up_proj"):
-            tensor = torch.stack(tensor.chunk(2), dim=1).flatten(0, 1)
+            tensor = interleave_rows(tensor, 2)
         return tensor.T if tensor.dim() == 2 and self.transposed else tensor
 
 

@@ -33,6 +33,7 @@ from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import swizzle_sf, unswizzle_sf
 from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, ModuleLayout, own_gate, recognise_gate
 from moe_nvfp4.prepared import changing, check_plain, made_for
+from moe_nvfp4.quantize.layouts.base import interleave_rows, split_rows
 
 MODULE = "transformers.integrations.finegrained"
 # how the names of our parameters end -> of theirs
@@ -123,7 +124,7 @@ class TakenExperts(NVFP4Experts):
         self.layout, self.computes = layout, _computes(module)
         self.theirs = (module,)  # in a tuple, so that it is no child
         self.shapes: dict[str, torch.Size] = {}
-        self.post_expert_norm = self.computes[-2]
+        self.post_expert_norm = _norm(module)
         for name in [*self._parameters]:
             source, kind = self._source(name)
             tensor = module.get_parameter(source).detach()
@@ -147,7 +148,9 @@ class TakenExperts(NVFP4Experts):
             tensor = unswizzle_sf(tensor.flatten(), E * row_blocks * 128, column_blocks * 4).view(
                 E, row_blocks * 128, -1
             )
-        return torch.cat([tensor[:, 0::2], tensor[:, 1::2]], dim=1) if self._interleaves(source) else tensor
+        if self._interleaves(source):
+            tensor = torch.cat(split_rows(tensor, 2, interleaved=True, dim=1), dim=1)
+        return tensor
 
     def _write(self, tensor: Tensor, source: str, kind: str) -> Tensor:
         """The inverse of `_read`."""
@@ -155,7 +158,7 @@ class TakenExperts(NVFP4Experts):
         if kind.endswith("_scale"):
             return tensor[: shape[0]].clone()
         if self._interleaves(source):
-            tensor = torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2)
+            tensor = interleave_rows(tensor, 2, dim=1)
         if len(shape) == 5:
             tensor = swizzle_sf(tensor.flatten(0, 1)).view(shape)
         return tensor if kind == "_bias" else tensor.view(torch.int8 if kind == "" else torch.float8_e4m3fn)
@@ -229,11 +232,14 @@ def _class(module: nn.Module) -> type | None:
     return next((c for c in type(module).__mro__ if c.__name__ == "FineGrainedExperts"), None)
 
 
+def _norm(module: Any) -> nn.Module | None:
+    return module.post_expert_norm if module.has_post_expert_norm else None
+
+
 def _computes(module: Any) -> tuple:
     """All that the layer depends on, besides its weights."""
-    norm = module.post_expert_norm if module.has_post_expert_norm else None
     own = vars(module).get("_apply_gate")
-    return own, module.act_fn, module.swiglu_alpha, module.swiglu_limit, norm, module.activation_format
+    return own, module.act_fn, module.swiglu_alpha, module.swiglu_limit, _norm(module), module.activation_format
 
 
 def _check_own(module: Any) -> None:
@@ -269,10 +275,8 @@ def _describe(module: Any) -> ModuleLayout:
             f"{what}: activation_format is {module.activation_format!r}; None (W4A4) and 'bf16' (W4A16) are supported"
         )
     parameters = module._parameters
-    if _static := [n for n in (up, "down_proj") if parameters.get(f"{n}_activation_scale") is not None]:
-        raise NotImplementedError(
-            f"{what}: {_static[0]}_activation_scale is not supported: {INSTEAD} have input scales"
-        )
+    if static := [n for n in (up, "down_proj") if parameters.get(f"{n}_activation_scale") is not None]:
+        raise NotImplementedError(f"{what}: {static[0]}_activation_scale is not supported: {INSTEAD} have input scales")
     hook = getattr(module, "_hf_hook", None)
     offloads = any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))
     if any(p is not None and p.is_meta for p in parameters.values()) or offloads:

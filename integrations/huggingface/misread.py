@@ -25,6 +25,7 @@ from moe_nvfp4.integrations.huggingface.swap import set_activations
 from moe_nvfp4.joined import same_rows
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.prepared import Prepared
+from moe_nvfp4.quantize.layouts.base import interleave_rows, split_rows
 from moe_nvfp4.weights import is_quantized
 
 TOGETHER = 256  # tokens in a batch: after each, a misreading may be ruled out
@@ -92,11 +93,9 @@ OF_EXPERTS: dict[str, Changes] = {
     "global scales are ignored": _global_scales(torch.ones_like),
     "global scales are taken for their reciprocals": _global_scales(lambda scales: 1 / scales),
     "rows of gate and up, concatenated, are read as interleaved": _rows(
-        lambda t: torch.cat([t[:, ::2], t[:, 1::2]], dim=1)
+        lambda t: torch.cat(split_rows(t, 2, interleaved=True, dim=1), dim=1)
     ),
-    "rows of gate and up, interleaved, are read as concatenated": _rows(
-        lambda t: torch.stack(t.chunk(2, dim=1), dim=2).flatten(1, 2)
-    ),
+    "rows of gate and up, interleaved, are read as concatenated": _rows(lambda t: interleave_rows(t, 2, dim=1)),
     "gate and up are exchanged": _rows(lambda t: torch.cat(t.chunk(2, dim=1)[::-1], dim=1)),
     "the two codes of a byte are exchanged": _nibbles,
 }

@@ -222,6 +222,11 @@ def split_rows(rows: Tensor, parts: int, interleaved: bool, dim: int = 0) -> tup
     return rows.unflatten(dim, (-1, parts)).unbind(dim + 1) if interleaved else rows.chunk(parts, dim)
 
 
+def interleave_rows(rows: Tensor, parts: int, dim: int = 0) -> Tensor:
+    """Rows along `dim`, gate's first -> the same, alternating: what `split_rows` takes apart if `interleaved`."""
+    return torch.stack(rows.chunk(parts, dim), dim + 1).flatten(dim, dim + 1)
+
+
 def need(condition: bool, name: str, stored: TensorSlice, expected: str) -> None:
     """ValueError unless `condition`: the shape of tensor `name` is not the `expected` one."""
     if not condition:
