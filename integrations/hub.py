@@ -85,10 +85,11 @@ def write(folder: str | os.PathLike) -> list[str]:
             "python-depends": [], "backend": {"type": backend},
         }  # fmt: skip
         texts = {**files, "metadata.json": json.dumps(described, indent=2) + "\n"}
+        package = folder / "build" / f"torch-{backend}"
         for name, text in texts.items():
-            (file := folder / "build" / f"torch-{backend}" / name).parent.mkdir(parents=True, exist_ok=True)
+            (file := package / name).parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
-        share_kernels(folder / "build" / f"torch-{backend}" / "kernels", backend == "cuda")
+        share_kernels(package / "kernels", backend == "cuda")
     (folder / "build.toml").write_text(BUILD)
     (folder / "README.md").write_text(README)
     return modules

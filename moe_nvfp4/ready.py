@@ -102,6 +102,6 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
 def share_kernels(kernels: Path, cuda: bool) -> None:
     """Let a copy of this package, in which only imports differ, use this one's compiled kernels: those in the cache
     folder and, if it is for `cuda`, those that this package brings. kernels: the folder of that name in the copy."""
-    (kernels / ahead.ORIGIN).write_text(f"{ahead.hash_of(kernels)} {ahead.sources()}\n")
+    (kernels / ahead.ORIGIN).write_text(f"{ahead.hash_of(kernels, '.py')} {ahead.sources()}\n")
     if cuda and ahead.BROUGHT.exists():
         shutil.copy(ahead.BROUGHT, kernels)

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 BLOCK = 64  # columns of one block in GGUF
 PARTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 GATE_UP = "ffn_gate_up_exps"
-ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+OUTPUT = {"o_proj": "attn_output"}
+ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v"} | OUTPUT
 MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
 SHARED = {part: f"{name}_shexp" for part, name in MLP.items()}
 MAMBA = {"in_proj": "ssm_in", "out_proj": "ssm_out"}
@@ -51,9 +52,9 @@ USE_SCALES = {
     architecture: frozenset(name for group in groups for name in group.values())
     for architecture, groups in {
         "cohere2moe": (ATTENTION, SHARED, MLP),
-        "deepseek32": ({"o_proj": "attn_output"}, SHARED, MLP),
+        "deepseek32": (OUTPUT, SHARED, MLP),
         "gemma4": (ATTENTION, MLP),
-        "glm-dsa": ({"o_proj": "attn_output"}, SHARED, MLP),
+        "glm-dsa": (OUTPUT, SHARED, MLP),
         "hy_v3": (ATTENTION, SHARED, MLP, HEAD),
         "llama": (ATTENTION, HEAD),
         "mellum": (ATTENTION, HEAD),
@@ -254,9 +255,7 @@ def _scales(place: Place) -> np.ndarray:
 def _codes_and_sf(matrix: NVFP4Matrix) -> tuple[Tensor, Tensor]:
     dialect = matrix.dialect
     sf = matrix.tensors[dialect.sf].tensor().view(torch.uint8)
-    check_block_scales(
-        sf, matrix.names[dialect.sf]
-    )  # GGUF has no sign: llama.cpp would read a negative one as positive
+    check_block_scales(sf, matrix.names[dialect.sf])  # llama.cpp would read a negative one as positive
     return matrix.tensors[dialect.weight].tensor(), sf
 
 

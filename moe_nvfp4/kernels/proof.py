@@ -203,10 +203,9 @@ def _name(dtype: torch.dtype) -> str:
 @cache
 def _sources() -> str:
     """A hash of all that kernels are made of."""
-    kernels = Path(__file__).parent
-    files = sorted(file for file in kernels.rglob("*") if file.suffix in (".py", ".c", ".h"))
-    content = b"".join(file.read_bytes() for file in [*files, kernels.parent / "weights.py"])
-    return hashlib.sha256(content).hexdigest()[:32]
+    from moe_nvfp4.kernels.common.ahead import KERNELS, hash_of  # importing the package needs no kernels
+
+    return hash_of(KERNELS, ".py", ".c", ".h")[:32]
 
 
 @cache

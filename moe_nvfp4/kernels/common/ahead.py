@@ -162,7 +162,7 @@ def _brought() -> zipfile.ZipFile | None:
 def sources() -> str:
     """The hash of the sources that kernels are compiled from. A kernel of the Hub has that of the package it was made
     from, whose compiled kernels are its own: only imports differ (`moe_nvfp4.integrations.hub`)."""
-    own = hash_of(KERNELS)
+    own = hash_of(KERNELS, ".py")
     try:
         written, origin = (KERNELS / ORIGIN).read_text().split()
     except FileNotFoundError:
@@ -170,10 +170,11 @@ def sources() -> str:
     return origin if written == own else own  # own if somebody changed them
 
 
-def hash_of(kernels: Path) -> str:
-    """The hash of the Python files in the folder `kernels` of a package, and of the weights they read."""
-    files = [*sorted(kernels.rglob("*.py")), kernels.parent / "weights.py"]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+def hash_of(kernels: Path, *suffixes: str) -> str:
+    """The hash of the files with these suffixes in the folder `kernels` of a package, and of weights.py."""
+    files = sorted(file for file in kernels.rglob("*") if file.suffix in suffixes)
+    content = b"".join(file.read_bytes() for file in [*files, kernels.parent / "weights.py"])
+    return hashlib.sha256(content).hexdigest()
 
 
 # ---- building ------------------------------------------------------------------------------------
