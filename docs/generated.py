@@ -199,31 +199,40 @@ DEVICES = {"24 GB": 24, "32 GB": 32, "48 GB": 48, "80 GB": 80, "141 GB": 141}
 FREE = 0.97  # of a GPU's memory, before the model
 
 
-def packed_model(name: str, linears: str | None = None) -> Any:
-    """A model of MODELS with 4-bit experts, and 4-bit `linears`, on meta: sizes only."""
+def packed_model(name: str) -> Any:
+    """A model of MODELS with 4-bit experts, on meta: sizes only."""
     import torch
     import transformers
 
     from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
-    from moe_nvfp4.integrations.huggingface.converters import choose_linears
     from moe_nvfp4.integrations.huggingface.experts import experts_for, find_experts
-    from moe_nvfp4.linear import NVFP4Linear
 
     kind, settings, _ = MODELS[name]
     with torch.device("meta"):
         config = getattr(transformers, f"{kind}Config")(**settings)
         model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=torch.bfloat16)
     model.parameters_in_total = sum(p.numel() for p in model.parameters())
-    chosen = MoeNvfp4Config(linears=linears)
-    for linear in [linear for fused in choose_linears(model, chosen).fused for linear in fused]:
-        dense = model.get_submodule(linear.model)
-        bias = None if dense.bias is None else dense.bias.dtype
-        model.set_submodule(linear.model, NVFP4Linear(dense.in_features, dense.out_features, bias, device="meta"))
+    chosen = MoeNvfp4Config()
     made: dict[str, Any] = {}  # layers of the same sizes are made once
     for place, module, layout in list(find_experts(model, chosen)):
         if repr(layout) not in made:
             made[repr(layout)] = experts_for(module, layout, chosen, "meta")
         model.set_submodule(place, copy.deepcopy(made[repr(layout)]))
+    return model
+
+
+def pack_linears(model: Any) -> Any:
+    """Make all linears of a `packed_model` 4-bit, too. Returns the model."""
+    from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
+    from moe_nvfp4.integrations.huggingface.converters import choose_linears
+    from moe_nvfp4.linear import NVFP4Linear
+
+    for fused in choose_linears(model, MoeNvfp4Config(linears="all")).fused:
+        for linear in fused:
+            dense = model.get_submodule(linear.model)
+            bias = None if dense.bias is None else dense.bias.dtype
+            packed = NVFP4Linear(dense.in_features, dense.out_features, bias, device="meta")
+            model.set_submodule(linear.model, packed)
     return model
 
 
@@ -249,9 +258,11 @@ def fits() -> str:
         sizes = 2 * model.parameters_in_total, experts + rest, experts, rest, cache
         return [name, *map(gigabytes, sizes), *cells]
 
-    bf16 = [row(name, packed_model(name)) for name in MODELS]
-    packed = [row(name, packed_model(name, "all")) for name in MODELS]
-    packed = [[name, all_of_it, rest, *cells] for name, _, all_of_it, _, rest, _, *cells in packed]
+    dense_linears, packed_linears = [], []
+    for name in MODELS:
+        dense_linears.append(row(name, model := packed_model(name)))
+        _, _, whole, _, rest, _, *cells = row(name, pack_linears(model))
+        packed_linears.append([name, whole, rest, *cells])
     head = ["model", "bf16", "4-bit experts", "of which experts", "the rest", "cache", *DEVICES]
     return f"""# Which model fits where
 
@@ -263,13 +274,13 @@ memory (in GiB, of which 97 % are free), how many of the model's layers of exper
 that cache and 3 GiB of scratch. The experts of the other layers stay in host memory, and
 [the CPU computes them](small_gpus.md). An empty cell: even the other weights do not fit.
 
-{table(head, bf16)}
+{table(head, dense_linears)}
 ## With all linears in 4 bits, too
 
 The same with `--linears all`: the rest is then embeddings, routers, norms and biases, and 4-bit attention, shared
 experts, dense MLPs and lm_head. How much accuracy that costs: [accuracy](accuracy.md).
 
-{table(["model", "all in 4 bits", "the rest", *DEVICES], packed)}
+{table(["model", "all in 4 bits", "the rest", *DEVICES], packed_linears)}
 ## On a CPU
 
 On a CPU alone, a model needs host memory for the column "4-bit experts" and the cache, or [leaves its experts in their

@@ -158,7 +158,7 @@ SPOILT = {  # group, function, what its arguments become
         "experts",
         lambda x, ids, p, w: (2 * x if w.quantized and x.dtype == torch.float16 else x, ids, p, w),
     ),
-    "many rows of W4A4": ("w4a4", "experts", lambda x, *others: _spoil_many(x, *others)),
+    "many rows of W4A4": ("w4a4", "experts", _spoil_many),
     "the stages' biases": ("gates", "gemm2_combine", lambda h, w, *others: (h, _without_biases(w), *others)),
     "the stages' four over six": ("w4a4", "quantize_rows", lambda *args: args[:4]),
     "a linear's bias": ("linears", "linear", lambda x, w: (x, w._replace(matrix=w.matrix._replace(bias=None)))),

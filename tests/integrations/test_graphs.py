@@ -22,6 +22,8 @@ from moe_nvfp4.integrations.huggingface import graphs, swap_experts, use_cuda_gr
 from tests.common import ROOT
 from tests.models import IDS, deepseek, gpt_oss, granite, llama4, make, nemotron_h, qwen3_moe
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 STEPS = 12
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -46,13 +48,13 @@ class Operators(TorchDispatchMode):
                     old.copy_(new)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def on_gpu(monkeypatch):
     monkeypatch.setattr(graphs, "_on_gpu", lambda model: True)
 
 
 @pytest.fixture
-def recorded(monkeypatch):
+def recorded(on_gpu, monkeypatch):
     """Count how often steps are captured and replayed, on a CPU too."""
     counts = {"captured": 0, "replayed": 0}
     real = graphs.record
@@ -74,7 +76,6 @@ def recorded(monkeypatch):
         return replay
 
     monkeypatch.setattr(graphs, "record", record)
-    monkeypatch.setattr(graphs, "_on_gpu", lambda model: True)
     return counts
 
 
