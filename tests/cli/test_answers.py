@@ -14,7 +14,7 @@ from moe_nvfp4.cli import answers
 from moe_nvfp4.integrations.huggingface.graphs import CACHE
 from tests.cli.commands import run
 from tests.common import ROOT, made_demo
-from tests.integrations.test_graphs import on_gpu, recorded  # noqa: F401
+from tests.integrations.test_graphs import as_on_gpu, recorded  # noqa: F401
 from tests.integrations.test_importance import glm_moe_dsa
 from tests.models import SMALL, make, qwen3_moe
 

@@ -22,7 +22,7 @@ from moe_nvfp4.integrations.huggingface import graphs, swap_experts, use_cuda_gr
 from tests.common import ROOT
 from tests.models import IDS, deepseek, gpt_oss, granite, llama4, make, nemotron_h, qwen3_moe
 
-pytestmark = pytest.mark.usefixtures("on_gpu")
+pytestmark = pytest.mark.usefixtures("as_on_gpu")
 
 STEPS = 12
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -49,12 +49,12 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.fixture
-def on_gpu(monkeypatch):
+def as_on_gpu(monkeypatch):
     monkeypatch.setattr(graphs, "_on_gpu", lambda model: True)
 
 
 @pytest.fixture
-def recorded(on_gpu, monkeypatch):
+def recorded(as_on_gpu, monkeypatch):
     """Count how often steps are captured and replayed, on a CPU too."""
     counts = {"captured": 0, "replayed": 0}
     real = graphs.record
