@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from threading import Lock
 from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import GenerationMixin, StaticCache
 from transformers.cache_utils import Cache, StaticLayer
@@ -34,7 +35,8 @@ def use_cuda_graphs(model: Any) -> Any:
 
     A graph repeats kernels only, so NotImplementedError where a step does more: for caches that count in Python
     (sliding windows, linear attention), rotary embeddings that change with the length, models whose steps transformers
-    cannot compile whole, experts on the CPU that wait for the GPU, and models on several devices, or on a CPU.
+    cannot compile whole, experts on the CPU that wait for the GPU, hooks of yours (`generate` says so, if they came
+    later), and models on several devices, or on a CPU.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT calls its `generate`
     if not _on_gpu(inner):  # where `generate` would not ask for a step
@@ -67,6 +69,7 @@ class StepMaker:
                 raise ValueError(
                     "compile_config has no effect after use_cuda_graphs: leave it out, or load the model again"
                 )
+            _check(self.model)  # hooks may be new
             return GraphedStep(self.model)
         try:
             if compile_config is None and _on_gpu(self.model):
@@ -199,6 +202,14 @@ def _leaves(inputs: dict[str, Any]) -> list[Any]:
     return tree_leaves(inputs, is_leaf=_no_dict)
 
 
+def _hooked(module: nn.Module) -> bool:
+    """Whether `module` has hooks of the user. Those of these packages are such that a graph repeats what they do."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    functions = (hook.func if isinstance(hook, partial) else hook for hook in hooks)
+    return any(str(f.__module__).partition(".")[0] not in ("accelerate", "moe_nvfp4", "peft", "torch", "transformers")
+               for f in functions)  # fmt: skip
+
+
 def _check(model: Any) -> None:
     what = f"{type(model).__name__}: use_cuda_graphs"
     way_out = "decode without it"
@@ -210,6 +221,11 @@ def _check(model: Any) -> None:
     if kinds:
         raise NotImplementedError(f"{what} does not take the cache of {kinds.pop().__name__}: {way_out}")
     for name, module in model.named_modules():
+        if _hooked(module):
+            raise NotImplementedError(
+                f"{what} does not take the forward hooks of {name or 'the model'}: a graph would not call them again; "
+                f"remove them, or {way_out}"
+            )
         kind = getattr(module, "rope_type", "")
         for rope in kind.values() if isinstance(kind, dict) else [kind]:
             if rope == "longrope" or "dynamic" in str(rope):

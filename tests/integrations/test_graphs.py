@@ -8,6 +8,7 @@ import copy
 import pickle
 import runpy
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -179,6 +180,30 @@ def test_the_model_that_peft_wraps_decodes_by_graphs():
     model = ready(qwen3_moe)
     wrapper = SimpleNamespace(get_base_model=lambda: model)
     assert use_cuda_graphs(wrapper) is wrapper and model.get_compiled_call().model is model
+
+
+def test_hooks_of_the_user_are_called_at_each_step(recorded, monkeypatch):
+    """A graph would call them for the last time while it is captured. Those of PEFT and transformers stay in it."""
+    model, seen = ready(qwen3_moe), []
+    hook = partial(lambda seen, module, args, output: seen.append(output), seen)
+    handle = model.model.layers[1].register_forward_hook(hook)
+    with pytest.raises(NotImplementedError, match="does not take the forward hooks of model.layers.1: a graph would not"):
+        use_cuda_graphs(model)
+    handle.remove()
+    handle = use_cuda_graphs(model).register_forward_pre_hook(lambda module, args: None)
+    with pytest.raises(NotImplementedError, match="does not take the forward hooks of the model: a graph would not"):
+        said(model)
+    handle.remove()
+    said(model, output_hidden_states=True)
+    assert model.model.layers[1]._forward_hooks and recorded["captured"] == 1, "transformers' hooks are no longer hooks"
+    said(model)
+    assert recorded["captured"] == 2
+
+    model = ready(qwen3_moe)  # nobody asked for graphs
+    monkeypatch.setattr(type(model), "get_compiled_call", lambda model, compile_config: model.__call__)
+    model.model.layers[1].register_forward_hook(hook)
+    said(model)
+    assert len(seen) == STEPS and recorded["captured"] == 2
 
 
 def test_a_model_on_a_cpu_is_refused(monkeypatch):
