@@ -11,11 +11,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import PretrainedConfig
 from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -206,12 +208,14 @@ def keep_hooks(new: nn.Module, old: nn.Module) -> nn.Module:
 
 # ---------------------------------------------------------------- the gate, by what it computes
 def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = None) -> Gate:
-    """The fused gate that computes the same as `module`'s own gate; Gate("raw") if there is none. source_class: the
-    class whose gate it is, if not that of `module`.
+    """The fused gate that computes the same as `module`'s own gate; Gate("raw") if there is none, and if its activation
+    has hooks. source_class: the class whose gate it is, if not that of `module`.
 
     Configs mislead (gpt-oss and MiniMax-M3 say "silu" and mean SwiGLU-OAI). So candidates are built from the
     module's attributes, and compared with the module's own function on probe values far beyond every clamp.
     """
+    if changes(module)[1]:
+        return Gate("raw", gated=layout.gated)
     probe = torch.cat([torch.linspace(-30, 30, 121, device="cpu"), torch.linspace(-3, 3, 61, device="cpu")]).float()
     limits = {float(v) for v in _attributes(module, "limit") if v and v > 0} | {inf}
     alphas = {float(v) for v in _attributes(module, "alpha") if v} | {1.0}
@@ -245,6 +249,23 @@ def _attributes(module: nn.Module, ending: str) -> Iterator[float]:
             yield value
 
 
+def changes(module: Any) -> tuple:
+    """What was done to the activation function of `module`, if it is a module: (its class, whether it has hooks or a
+    forward of its own, which a fused gate would not call)."""
+    act = _activation(module)
+    if not isinstance(act, nn.Module):
+        return None, False
+    hooks = act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks, act._backward_hooks
+    forward = vars(act).get("forward")
+    # transformers' use_kernels assigns the method of a class that computes the same
+    own = forward is not None and not (isinstance(forward, MethodType) and forward.__qualname__.count(".") == 1)
+    return type(act), own or any(map(len, hooks)) or _has_any_global_hook()
+
+
+def _activation(module: Any) -> Any:
+    return getattr(module, "act_fn", None) or getattr(getattr(module, "mlp", None), "activation_fn", None)
+
+
 def own_gate(module: Any, source_class: Any, layout: ModuleLayout, w13_out: Tensor) -> Tensor:
     """`source_class`'s gate on GEMM 1's output [rows, 2I], columns [gate, up], with the attributes of `module`."""
     if not layout.gated:
@@ -256,9 +277,9 @@ def own_gate(module: Any, source_class: Any, layout: ModuleLayout, w13_out: Tens
     apply_gate = getattr(source_class, "_apply_gate", None)
     if apply_gate is not None:
         return apply_gate(module, w13_out)
-    act = module.act_fn if hasattr(module, "act_fn") else module.mlp.activation_fn
     gate, up = w13_out.chunk(2, dim=-1)
-    return act(gate) * up
+    activated: Tensor = _activation(module)(gate)
+    return activated * up
 
 
 # ---------------------------------------------------------------- the drop-in
@@ -288,6 +309,7 @@ class HFExperts(NVFP4Experts):
                 setattr(self, name, child)
         if isinstance(mlp := getattr(source, "mlp", None), nn.Module):  # DBRX
             self.act_fn = mlp.activation_fn
+        self.changes = changes(self)
         self.rows_for_one = layout.num_experts if layout.call == "dense" else 1
         self._is_expert_parallel = False
         self._hf_quantized_needs_local_tp = True
@@ -322,6 +344,9 @@ class HFExperts(NVFP4Experts):
                 f"way only: model.set_experts_implementation({IMPLEMENTATION!r}) restores it, and model.dequantize() "
                 "makes dense experts, which run in the other ways"
             )
+        if self.changes != (now := changes(self)):
+            self.changes = now
+            self.gate = recognise_gate(self, self.layout, self.source_class)
         if self.layout.call == "dense":
             return self._forward_dense(hidden_states, adapters)
         assert top_k_index is not None and top_k_weights is not None, "all other experts are routed"

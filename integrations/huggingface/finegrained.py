@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import swizzle_sf, unswizzle_sf
-from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, ModuleLayout, own_gate, recognise_gate
+from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, ModuleLayout, changes, own_gate, recognise_gate
 from moe_nvfp4.prepared import changing, check_plain, made_for
 from moe_nvfp4.quantize.layouts.base import interleave_rows, split_rows
 
@@ -238,7 +238,7 @@ def _norm(module: Any) -> nn.Module | None:
 
 def _computes(module: Any) -> tuple:
     """All that the layer depends on, besides its weights."""
-    own = vars(module).get("_apply_gate")
+    own = vars(module).get("_apply_gate"), changes(module)
     return own, module.act_fn, module.swiglu_alpha, module.swiglu_limit, _norm(module), module.activation_format
 
 

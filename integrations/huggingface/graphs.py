@@ -12,6 +12,7 @@ from weakref import finalize
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import GenerationMixin, StaticCache
 from transformers.cache_utils import Cache, StaticLayer
@@ -221,7 +222,7 @@ def _check(model: Any) -> None:
     if kinds:
         raise NotImplementedError(f"{what} does not take the cache of {kinds.pop().__name__}: {way_out}")
     for name, module in model.named_modules():
-        if _hooked(module):
+        if _hooked(module) or _has_any_global_hook():
             raise NotImplementedError(
                 f"{what} does not take the forward hooks of {name or 'the model'}: a graph would not call them again; "
                 f"remove them, or {way_out}"

@@ -203,8 +203,9 @@ class PackedConverter(WeightConverter):
             whole.append(tensors[0] if self.layout in STACKED else torch.stack(tensors))
             del tensors
         if kind == PRE_QUANT_SCALE:
-            if any(not torch.equal(whole[0], other) for other in whole[1:]):
-                raise ValueError(f"{name}: gate and up have different pre_quant_scale, but they share one input")
+            if any(not torch.allclose(whole[0], other, 0, 0, equal_nan=True) for other in whole[1:]):
+                raise ValueError(f"{name}: gate and up have different pre_quant_scale, but they share one input: use "
+                                 "the tool that wrote these files")  # fmt: skip
             return whole[0]
         tensor = torch.cat(whole, dim=1) if len(whole) > 1 else whole[0]
         if self.layout is ExpertLayout.STACKED_TRANSPOSED:

@@ -384,9 +384,10 @@ def test_awq(linears, activations, tmp_path):
     with pytest.raises(ValueError, match="layers.0.mlp.experts.up_proj_pre_quant_scale: gate and up have different"):
         load(folder)
     files["model.layers.0.mlp.experts.1.gate_proj.pre_quant_scale"] -= 1
-    files["model.layers.1.mlp.experts.2.down_proj.pre_quant_scale"][3] = torch.nan
+    for part in ("gate_proj", "up_proj"):
+        files[f"model.layers.1.mlp.experts.2.{part}.pre_quant_scale"][3] = torch.nan
     save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="layers.1.mlp.experts.down_proj_pre_quant_scale has NaN or Inf"):
+    with pytest.raises(ValueError, match="layers.1.mlp.experts.up_proj_pre_quant_scale has NaN or Inf"):
         load(folder)
 
 

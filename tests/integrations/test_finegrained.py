@@ -210,6 +210,10 @@ def test_a_gate_of_its_own_and_one_that_changes_later(make):
         module.config._experts_implementation = IMPLEMENTATION
         assert relative_error(module(x, ids, weights), want) < THRESHOLDS["fp32"]
         assert module.moe_nvfp4.gate.kind == ("raw" if isinstance(act, nn.Mish) else "silu")
+    handle = module.act_fn.register_forward_hook(lambda module, args, output: -output)
+    assert relative_error(-module(x, ids, weights), want) < THRESHOLDS["fp32"]
+    handle.remove()
+    assert relative_error(module(x, ids, weights), want) < THRESHOLDS["fp32"]
     module.swiglu_limit = 0.5  # while the weights are ours
     got = module(x, ids, weights)
     finegrained._give_back(module)

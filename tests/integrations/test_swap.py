@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from types import MethodType
 
 import pytest
 import torch
@@ -299,6 +300,45 @@ def test_a_gate_that_is_changed_later_counts(family, name, value):
     assert relative_error(logits(model), logits(twin)) < 1e-5
     assert relative_error(logits(model.dequantize()), logits(twin)) < 1e-5
     assert isinstance(value, nn.SiLU) or relative_error(logits(twin), before) > 1e-3
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, nemotron_h], ids=lambda f: f.__name__)
+def test_hooks_on_the_activation_function_are_called(family):
+    """Where a fused gate would not: with what they are given in a dense model, and no probes. Without them, the gate is
+    fused again."""
+    seen = []
+
+    def hook(module, args, output):
+        seen.append(output)
+        return output.clamp(max=0.1)
+
+    def experts(model):
+        return [m for m in model.modules() if type(m).__name__.endswith("Experts")]
+
+    model = make(family, torch.float32)
+    handles = [m.act_fn.register_forward_hook(hook) for m in experts(model)]
+    swap_experts(model, progress=False)
+    assert not seen
+    hooked, twin = logits(model), dense_twin(model)
+    for handle in handles:
+        handle.remove()
+    plain = logits(model)
+    assert len(seen) == len(handles) and experts(model)[0].gate.kind != "raw"
+    assert relative_error(plain, hooked) > 1e-2
+    for m in experts(model) + experts(twin):
+        m.act_fn._forward_hooks.clear()
+        m.act_fn.register_forward_hook(hook)
+    seen.clear()
+    assert torch.equal(logits(model), hooked) and relative_error(logits(twin), hooked) < 1e-5
+    for ours, theirs in zip(seen[: len(handles)], seen[len(handles) :], strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+    for m in experts(model) + experts(twin):
+        m.act_fn._forward_hooks.clear()
+        m.act_fn.forward = MethodType(lambda self, x: x.tanh(), m.act_fn)
+    assert relative_error(logits(model), logits(twin)) < 1e-5
+    for m in experts(model):  # as transformers' use_kernels does: faster, and the same
+        m.act_fn.forward = MethodType(type(m.act_fn).forward, m.act_fn)
+    assert torch.equal(logits(model), plain) and experts(model)[0].gate.kind != "raw"
 
 
 @pytest.mark.slow_after(1)
