@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.config.load import LoadConfig
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_ep_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
@@ -48,9 +48,9 @@ def base_config(config: dict) -> QuantizationConfig:
     return get_quantization_config(name).from_config(dict(config))
 
 
-def tp_group() -> torch.distributed.ProcessGroup:
-    """The ranks of this one's tensor parallelism."""
-    return get_tp_group().device_group
+def channels_group() -> torch.distributed.ProcessGroup:
+    """The ranks that split the channels of this one's experts: of tensor parallelism, and of data parallelism too."""
+    return get_ep_group().device_group  # vLLM calls them so without --enable-expert-parallel too
 
 
 def ignored_names(base: QuantizationConfig) -> list[str]:

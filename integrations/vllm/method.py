@@ -69,7 +69,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             if self.own_gate is not None:
                 experts.own_gate = self.own_gate
             if tp[1] > 1:
-                experts.share_rows(engine.tp_group())
+                experts.share_rows(engine.channels_group())
             return ExpertLoader(experts, layer.layer_name, self.dialect, tp, self.recipe, self.device)
 
         self.new_loader, self.loader = loader, loader(torch.device("cpu") if on_cpu else self.device)

@@ -264,6 +264,7 @@ RANKS = {
     "tensors in W4A4": {"tensor_parallel_size": 2, "hf_overrides": W4A4},
     "experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "data": {"data_parallel_size": 2},
+    "data in W4A4": {"data_parallel_size": 2, "hf_overrides": W4A4},
     "data and experts": {"data_parallel_size": 2, "enable_expert_parallel": True},
 }
 
@@ -277,8 +278,8 @@ def two_ranks(folders, tmp_path_factory):
 @pytest.mark.parametrize("form", RANKS)
 def test_two_ranks(two_ranks, one_rank, w4a4, form):
     """Tensor parallelism (channels of every expert), expert parallelism (half of the experts), and data parallelism, in
-    which every rank answers all prompts, and the experts see the tokens of both. In W4A4 the scale of a row is that of
-    both ranks' parts."""
+    which every rank answers all prompts, and the experts see the tokens of both, and have half of the channels. In W4A4
+    the scale of a row is that of both ranks' parts."""
     for found in two_ranks[form]:
         same(found, *((w4a4, 1e-3, MOST) if "hf_overrides" in RANKS[form] else (one_rank,)))
 
