@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import vllm
@@ -359,7 +359,7 @@ def _checking(reload: Callable[..., None]) -> Callable[..., None]:
 
 def check_adapters() -> None:
     """Have vLLM's adapters checked in this process: by itself it leaves out their tensors for any module that
-    --lora-target-modules does not name, and answers with the rest."""
+    --lora-target-modules does not name, and for those that a model calls by another name, and answers with the rest."""
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager  # takes a second to import
 
     before = LRUCacheWorkerLoRAManager._manager_cls
@@ -369,11 +369,17 @@ def check_adapters() -> None:
     class Manager(before):  # type: ignore[valid-type, misc]
         refuses = True
 
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.is_ours = any(hasattr(module, "nvfp4") for module in self.model.modules())
+            if self.is_ours:
+                use_adapters(self.model, self.modules.values())
+
         def _create_merged_loras_inplace(self, lora_model) -> None:
             super()._create_merged_loras_inplace(lora_model)
             used = {id(self._get_lora_layer_weights(lora_model, name)) for name in self.modules}
             left = [n for n, w in lora_model.loras.items() if id(w) not in used and _is_here(self.model, n)]
-            if left and any(hasattr(module, "nvfp4") for module in self.model.modules()):
+            if left and self.is_ours:
                 targets = self.lora_config.target_modules
                 why = "vLLM's model has no such modules, or none that can have adapters: is it of another model?"
                 if targets is not None:
@@ -384,6 +390,16 @@ def check_adapters() -> None:
                 )
 
     LRUCacheWorkerLoRAManager._manager_cls = Manager
+
+
+def use_adapters(model: torch.nn.Module, adapted: Iterable[torch.nn.Module]) -> None:
+    """Put the linears `adapted`, which are others with adapters, at all places where `model` holds the latter: routers
+    are the block's and the experts' runner's, and a shared expert's gate is the block's and the expert's."""
+    by_base = {id(module.base_layer): module for module in adapted if isinstance(module.base_layer, LinearBase)}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        parent, _, last = name.rpartition(".")
+        if id(module) in by_base and last != "base_layer":
+            setattr(model.get_submodule(parent), last, by_base[id(module)])
 
 
 def _is_here(model: torch.nn.Module, name: str) -> bool:

@@ -36,6 +36,7 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
     def __init__(self, base_layer: MoERunner):
         super().__init__()
         self.base_layer = base_layer
+        self._shared_experts = base_layer._shared_experts  # under this name too vLLM looks for linears in it
         self.in_use = False  # whether a token of this step has an adapter
         self.method = base_layer.routed_experts.quant_method
 

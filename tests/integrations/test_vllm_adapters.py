@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Pair, Share, adapters_of_linears
-from tests.folders import change_config
+from tests.folders import change_config, qwen2_moe
 from tests.models import folder, gpt_oss, load, qwen3_moe, tensors
 
 pytest.importorskip("peft")
@@ -303,6 +303,33 @@ def test_all_modules_may_have_adapters(model, nvfp4, by_peft):
         assert [list(output.outputs[0].token_ids) for output in outputs] == by_peft(names)[0]
     assert sum(map(list.__ne__, by_peft([None] * 8)[0], by_peft(names)[0])) == 6
     llm.llm_engine.engine_core.shutdown()
+
+
+def test_routers_and_shared_experts(tmp_path):
+    """vLLM's model holds a router and a shared expert's gate in two places, and calls the one that it does not give
+    adapters."""
+    pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
+    from peft import LoraConfig, get_peft_model
+
+    from moe_nvfp4.quantize.convert import convert_checkpoint
+    from tests.integrations.test_vllm import by_transformers, same
+    from tests.integrations.vllm_engine import generate
+
+    small = qwen2_moe()
+    small.config.hidden_size = H
+    bf16 = folder(tmp_path, lambda: type(small)(small.config))
+    convert_checkpoint(bf16, tmp_path / "nvfp4", progress=False)
+    shared = ["shared_expert_gate", "shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"]
+    forms = {"router": ([], ["mlp.gate.weight"]), "gate": (shared[:1], []), "all": (shared, ["mlp.gate.weight", *BOTH])}
+    for name, (modules, parameters) in forms.items():
+        config = LoraConfig(r=R, target_modules=modules, target_parameters=parameters, init_lora_weights=False)
+        get_peft_model(load(bf16, torch.float32), config).save_pretrained(tmp_path / name)
+    chosen = [name and tmp_path / name for name in [*forms, None] * 2]
+    targets = ["experts", "gate", "shared_expert_gate", "gate_up_proj", "down_proj"]
+    found = generate(tmp_path / "nvfp4", adapters=chosen, max_loras=4, **FEW | {"lora_target_modules": targets})
+    for first, adapter in enumerate(chosen[:4]):
+        want = by_transformers(tmp_path / "nvfp4", adapter=adapter)
+        same(*([each[first::4] for each in answers] for answers in (found, want)), prompts=2)
 
 
 @pytest.mark.parametrize("form", ["W4A4", "gpt-oss"])
