@@ -319,6 +319,19 @@ def hide(layer: torch.nn.Module, experts: NVFP4Experts) -> None:
     object.__setattr__(layer, "nvfp4", experts)
 
 
+def refuse_saving(layer: torch.nn.Module, name: str) -> None:
+    """Have `state_dict` of `layer`, whose weights vLLM does not see, raise NotImplementedError: what vLLM saves of the
+    model (save_sharded_state, tensorizer) would lack them."""
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError(
+            f"{name}: 4-bit weights are in the layout of their kernels, and are not saved from vLLM: serve the folder "
+            "that moe-nvfp4 quantize SRC DST writes"
+        )
+
+    layer.register_state_dict_pre_hook(refuse)
+
+
 def check_reloads() -> None:
     """Have weights that are loaded again checked in this process, a folder before anything is replaced: vLLM itself
     ends in an assertion, with half of the model on meta, if linears come in another form, or unknown names."""

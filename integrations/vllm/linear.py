@@ -114,6 +114,7 @@ class NVFP4LinearMethod(LinearMethodBase):
             refresh(nn.ModuleList(layer.nvfp4), nn.ModuleList(made), self.name)
         else:
             layer.nvfp4 = made  # a list, whose modules vLLM does not see
+            engine.refuse_saving(layer, self.name)
         layer.weight = layer.nvfp4[0].weight  # whose device and dtype LoRA, MLA and some models ask for
         layer.weight.weight_loader = self._refuse
 

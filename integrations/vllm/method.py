@@ -172,6 +172,8 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         prepare(loader.experts, self.moe.experts_per_token, self.moe.in_dtype, beside)
         if again:
             refresh(layer.nvfp4, loader.experts, layer.layer_name)
+        else:
+            engine.refuse_saving(layer, layer.layer_name)
         self.loader, self.failed = None, False
 
     def _place(self, experts: NVFP4Experts) -> None:

@@ -188,7 +188,8 @@ def test_4_bit_linears_for_dense_ones(dense, tmp_path):
 
 
 def test_what_is_refused(dense, tmp_path, monkeypatch):
-    """Tensors outside of a reload; a layer of which one is missing, and whatever comes after that."""
+    """Tensors outside of a reload; to save what vLLM has not; a layer of which one is missing, and whatever comes after
+    that."""
     (tmp_path / "one").mkdir()
     path = made(linears="attention")(dense / "one", tmp_path / "one")
     llm = engine(path)
@@ -197,6 +198,9 @@ def test_what_is_refused(dense, tmp_path, monkeypatch):
     for part, name in ((".experts.", r"w2_weight"), ("o_proj.weight", r"o_proj\.weight")):
         with pytest.raises(NotImplementedError, match=rf"{name} comes outside of a reload.*reload_weights"):
             llm.apply_model(lambda model, part=part: model.load_weights(t for t in files.items() if part in t[0]))
+    (tmp_path / "saved").mkdir()
+    with pytest.raises(NotImplementedError, match="4-bit weights .* are not saved from vLLM: serve the folder"):
+        llm.llm_engine.engine_core.engine_core.save_sharded_state(str(tmp_path / "saved"))
     with monkeypatch.context() as older:  # vLLM 0.26
         older.setattr("vllm.model_executor.model_loader.reload.utils.get_layer_size",
                       lambda layer: sum(p.numel() for p in layer.parameters()))  # fmt: skip
