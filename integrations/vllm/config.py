@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from functools import partial
@@ -97,6 +98,8 @@ class MoeNvfp4Config(QuantizationConfig):
         from vllm.platforms import current_platform
 
         if user_quant != NAME and not (user_quant is None and current_platform.is_cpu()):
+            if getattr(hf_config, NAME, None):
+                raise ValueError(f"--hf-overrides has options of {NAME}, which does not run: add --quantization {NAME}")
             return None
         try:  # unless the user asked for us, errors in other tools' configs are not ours to raise
             if user_quant == NAME and _becomes_nvfp4(hf_quant_cfg):
@@ -167,7 +170,8 @@ class MoeNvfp4Config(QuantizationConfig):
     def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
         from vllm.platforms import current_platform
 
-        self.choose(getattr(hf_config, "moe_nvfp4", None) or {})
+        _check_overrides(hf_config)
+        self.choose(getattr(hf_config, NAME, None) or {})
         if self.placement.wanted == "auto" and current_platform.is_cpu():
             raise no_gpu()
         if self.adapter is not None:
@@ -318,6 +322,19 @@ class MoeNvfp4Config(QuantizationConfig):
             # vLLM translates names, not expressions, which compressed-tensors' lists consist of
             names = mapper.apply_list([f"{name}.weight" for name in self.dense])
             self.ignore += [name.removesuffix(".weight") for name in names]
+
+
+def _check_overrides(hf_config: Any) -> None:
+    """ValueError for options under another key of --hf-overrides, which transformers takes for one of the model's."""
+    said = vars(hf_config) if hf_config is not None else {}
+    known = {"activations": ACTIVATIONS, "recipe": RECIPES, "linears": LINEARS}
+    other = [key for key in difflib.get_close_matches(NAME, said, cutoff=0.8) if key != NAME]
+    other += [key for key, values in known.items() if said.get(key) in values] + ["cpu_experts"] * ("cpu_experts" in said)
+    if other:
+        raise ValueError(
+            f"--hf-overrides: {other[0]!r} is not an option of {NAME}: these go under its name, "
+            f"""'{{"{NAME}": {{"activations": "nvfp4"}}}}'"""
+        )
 
 
 def _becomes_nvfp4(config: dict) -> str | None:

@@ -389,6 +389,24 @@ def test_unknown_options_are_named():
         Config.from_config(NVFP4).choose({"recipe": "max"})
 
 
+def test_options_in_the_wrong_place_are_named(monkeypatch):
+    """transformers takes any key of --hf-overrides for one of the model's."""
+    from transformers import PretrainedConfig
+
+    choose = lambda **said: Config().maybe_update_config("model", PretrainedConfig(**said))
+    for key, value in (("moe-nvfp4", {}), ("moe_nvfp", {}), ("moe_nvpf4", {}), ("activations", "nvfp4"),
+                       ("recipe", "max"), ("linears", "vllm"), ("cpu_experts", 3)):  # fmt: skip
+        with pytest.raises(ValueError, match=f"--hf-overrides: '{key}' is not an option of moe_nvfp4: these go under"):
+            choose(**{key: value})
+    choose(activations="gelu", moe_layers=[1], moe_nvfp4={"activations": "bf16"})
+    options = SimpleNamespace(moe_nvfp4={"activations": "bf16"})
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    for user in (None, "modelopt_fp4"):
+        with pytest.raises(ValueError, match="has options of moe_nvfp4, which does not run: add --quantization moe_nv"):
+            Config.override_quantization_method(NVFP4, user, options)
+    assert Config.override_quantization_method(NVFP4, "moe_nvfp4", options) == "moe_nvfp4"
+
+
 def test_options_without_an_effect_are_refused(monkeypatch):
     """They are refused when the first linear of bf16 files has been loaded: all modules exist then."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
