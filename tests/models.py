@@ -20,11 +20,11 @@ def qwen3_moe(experts=8, intermediate=48, **settings):
         num_experts_per_tok=2))  # fmt: skip
 
 
-def mixtral(intermediate=48):
+def mixtral(intermediate=48, **settings):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return MixtralForCausalLM(MixtralConfig(
-        **SMALL, intermediate_size=intermediate, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
+        **SMALL | settings, intermediate_size=intermediate, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
 
 
 def gpt_oss(experts=4, intermediate=48, **settings):

@@ -9,7 +9,8 @@ its own adapter, so the work does not grow with the slots.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.fused_moe import MoERunner
 
-from moe_nvfp4.integrations.vllm.adapters import Pair, adapters_of, adapters_of_linears, check_config
+from moe_nvfp4.integrations.vllm.adapters import LAYER, Pair, adapters_of, adapters_of_linears, check_config
 from moe_nvfp4.ops import Adapter
 from moe_nvfp4.stages import joined
+
+
+OF_LAYER = re.compile(rf"(?P<layer>{LAYER.pattern})(?:.*\.)?experts(?P<rest>|\.base_layer|\.\d+\.\w+)")
 
 
 class ExpertsWithLoRA(BaseLayerWithLoRA):
@@ -112,6 +116,16 @@ def _pair(lora: LoRALayerWeights, name: str, folder: str) -> Pair:
     return Pair(lora.lora_a, lora.lora_b, lora.rank, lora.scaling)
 
 
+def _rename(loras: dict[str, LoRALayerWeights], experts: Iterable[str]) -> None:
+    """Have the adapters of a layer's experts under the name that vLLM has for them: transformers' may be another (its
+    layers.0.mlp.experts of Mixtral are layers.0.block_sparse_moe.experts)."""
+    by_layer = {found[0]: name for name in experts if (found := LAYER.match(f"{name}."))}
+    for key in list(loras):
+        found = OF_LAYER.fullmatch(key)
+        if found and (name := by_layer.get(found["layer"])) and name + found["rest"] not in loras:
+            loras[name + found["rest"]] = loras.pop(key)
+
+
 NOTHING = None, None
 
 
@@ -161,7 +175,9 @@ def _loading(load: Callable[..., LoRAModel]) -> Callable[..., LoRAModel]:
         said = json.loads(Path(folder, "adapter_config.json").read_text("utf-8"))
         check_config(said, folder)
         patterns = said.get("rank_pattern") or said.get("alpha_pattern")
-        for name, module in getattr(manager, "experts", {}).items():  # none where a manager was made before `install`
+        experts = getattr(manager, "experts", {})  # none where a manager was made before `install`
+        _rename(model.loras, experts)
+        for name, module in experts.items():
             both = module.method.share.gated and f"{name}.base_layer" in model.loras
             if patterns and name in model.loras and not both:
                 raise NotImplementedError(

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Pair, Share, adapters_of_linears
 from tests.folders import change_config, qwen2_moe
-from tests.models import folder, gpt_oss, load, qwen3_moe, tensors
+from tests.models import folder, gpt_oss, load, mixtral, qwen3_moe, tensors
 
 pytest.importorskip("peft")
 E, H, I, R = 8, 128, 96, 4
@@ -332,9 +332,10 @@ def test_routers_and_shared_experts(tmp_path):
         same(*([each[first::4] for each in answers] for answers in (found, want)), prompts=2)
 
 
-@pytest.mark.parametrize("form", ["W4A4", "gpt-oss"])
+@pytest.mark.parametrize("form", ["W4A4", "gpt-oss", "Mixtral"])
 def test_other_forms(model, nvfp4, tmp_path, form):
-    """Rows that W4A4 quantizes meet adapters as they are; gpt-oss has gate and up in turn, and biases."""
+    """Rows that W4A4 quantizes meet adapters as they are; gpt-oss has gate and up in turn, and biases; Mixtral's experts
+    have another name in vLLM."""
     from peft import LoraConfig, get_peft_model
 
     from moe_nvfp4.quantize.convert import convert_checkpoint
@@ -343,10 +344,11 @@ def test_other_forms(model, nvfp4, tmp_path, form):
     from tests.integrations.vllm_engine import generate
 
     bf16, adapter = model / "bf16", model / "both"
-    if form == "gpt-oss":
-        small = dict(intermediate=64, head_dim=32, hidden_size=H)
-        bf16, adapter = folder(tmp_path, lambda: gpt_oss(**small)), tmp_path / "both"
-        change_config(bf16, rope_parameters=YARN)
+    if form != "W4A4":
+        family = gpt_oss if form == "gpt-oss" else mixtral
+        bf16, adapter = folder(tmp_path, lambda: family(intermediate=96, head_dim=32, hidden_size=H)), tmp_path / "both"
+        if family is gpt_oss:
+            change_config(bf16, rope_parameters=YARN)
         config = LoraConfig(r=R, target_modules=[], target_parameters=BOTH, init_lora_weights=False)
         get_peft_model(load(bf16, torch.float32), config).save_pretrained(adapter)
     convert_checkpoint(bf16, tmp_path / "nvfp4", Options(activations="nvfp4" if form == "W4A4" else "bf16"))
