@@ -327,9 +327,9 @@ class MoeNvfp4Config(QuantizationConfig):
 def _check_overrides(hf_config: Any) -> None:
     """ValueError for options under another key of --hf-overrides, which transformers takes for one of the model's."""
     said = vars(hf_config) if hf_config is not None else {}
-    known = {"activations": ACTIVATIONS, "recipe": RECIPES, "linears": LINEARS}
+    known = {"activations": ACTIVATIONS, "recipe": RECIPES, "linears": LINEARS}  # a model's may have other values
     other = [key for key in difflib.get_close_matches(NAME, said, cutoff=0.8) if key != NAME]
-    other += [key for key, values in known.items() if said.get(key) in values] + ["cpu_experts"] * ("cpu_experts" in said)
+    other += [key for key in said if said[key] in tuple(known.get(key, ())) or key == "cpu_experts"]
     if other:
         raise ValueError(
             f"--hf-overrides: {other[0]!r} is not an option of {NAME}: these go under its name, "

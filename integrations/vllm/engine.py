@@ -363,7 +363,9 @@ def _checking(reload: Callable[..., None]) -> Callable[..., None]:
             if weights_iterator is not None:
                 weights_iterator = checked(weights_iterator, config.info)
             elif weights_path is not None:
-                check_folder(weights_path, config.info, self.vllm_config.model_config.model)
+                model = self.vllm_config.model_config
+                told = (getattr(model.hf_config, NAME, None) or {}).get("activations")
+                check_folder(weights_path, config.info, model.model, told)
         reload(self, weights_iterator, weights_path, is_checkpoint_format)
 
     reload_weights.checks = True  # type: ignore[attr-defined]

@@ -7,15 +7,16 @@ matrices, so all ranks together hold exactly the bytes that a single rank would.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.experts import NVFP4Experts
-from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo
+from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo, read_config
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, open_checkpoint
 from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
@@ -277,9 +278,15 @@ def check_form(name: str, dtype: torch.dtype | None, info: QuantizationInfo | No
         )
 
 
-def check_folder(folder: str | os.PathLike, info: QuantizationInfo | None, before: str | os.PathLike) -> None:
+def check_folder(
+    folder: str | os.PathLike, info: QuantizationInfo | None, before: str | os.PathLike, activations: str | None = None
+) -> None:
     """`check_form` of all tensors of a folder, by their headers; and ValueError if they differ in shape from those of
-    the folder `before`, or if a matrix that is NVFP4 there is not. Either may be no folder of safetensors."""
+    the folder `before`, if a matrix that is NVFP4 there is not, or if the files were made for other activations. Either
+    may be no folder of safetensors.
+
+    activations  those that the server was told to use, whatever the files were made for
+    """
     headers = lambda path: open_checkpoint(path).tensors if any(Path(path).glob("*.safetensors")) else {}
     if not (tensors := headers(folder)):
         return
@@ -291,6 +298,17 @@ def check_folder(folder: str | os.PathLike, info: QuantizationInfo | None, befor
         if name in tensors and tensors[name].shape != old.shape:
             shapes = list(tensors[name].shape), list(old.shape)
             raise ValueError(f"{name} is {shapes[0]} in {folder}, and {shapes[1]} in {before}, {OTHER}")
+    if info is not None and activations is None and headers(before):
+        new, old = (made_for(open_checkpoint(path).config) for path in (folder, before))
+        if new != old:
+            raise ValueError(f"{folder} was made for activations {new!r}, and {before} for {old!r}, {OTHER}")
+
+
+def made_for(config: Mapping[str, Any]) -> str | None:
+    """The activations that the NVFP4 files with this config.json were made for; None if it does not say."""
+    info = read_config(config)
+    own = (config.get("quantization_config") or {}).get("moe_nvfp4") or {}
+    return None if info is None else own.get("activations", info.activations)
 
 
 def checked(tensors: Iterable[tuple[str, Tensor]], info: QuantizationInfo | None) -> Iterator[tuple[str, Tensor]]:

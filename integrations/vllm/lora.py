@@ -28,7 +28,6 @@ from moe_nvfp4.integrations.vllm.adapters import LAYER, Pair, adapters_of, adapt
 from moe_nvfp4.ops import Adapter
 from moe_nvfp4.stages import joined
 
-
 OF_LAYER = re.compile(rf"(?P<layer>{LAYER.pattern})(?:.*\.)?experts(?P<rest>|\.base_layer|\.\d+\.\w+)")
 
 

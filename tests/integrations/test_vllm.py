@@ -398,7 +398,7 @@ def test_options_in_the_wrong_place_are_named(monkeypatch):
                        ("recipe", "max"), ("linears", "vllm"), ("cpu_experts", 3)):  # fmt: skip
         with pytest.raises(ValueError, match=f"--hf-overrides: '{key}' is not an option of moe_nvfp4: these go under"):
             choose(**{key: value})
-    choose(activations="gelu", moe_layers=[1], moe_nvfp4={"activations": "bf16"})
+    choose(activations="gelu", recipe=["max"], moe_layers=[1], moe_nvfp4={"activations": "bf16"})
     options = SimpleNamespace(moe_nvfp4={"activations": "bf16"})
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     for user in (None, "modelopt_fp4"):

@@ -334,8 +334,8 @@ def test_routers_and_shared_experts(tmp_path):
 
 @pytest.mark.parametrize("form", ["W4A4", "gpt-oss", "Mixtral"])
 def test_other_forms(model, nvfp4, tmp_path, form):
-    """Rows that W4A4 quantizes meet adapters as they are; gpt-oss has gate and up in turn, and biases; Mixtral's experts
-    have another name in vLLM."""
+    """Rows that W4A4 quantizes meet adapters as they are; gpt-oss has gate and up in turn, and biases; vLLM has another
+    name for Mixtral's experts."""
     from peft import LoraConfig, get_peft_model
 
     from moe_nvfp4.quantize.convert import convert_checkpoint

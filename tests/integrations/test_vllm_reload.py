@@ -138,7 +138,8 @@ def test_other_forms(dense, tmp_path):
     """A folder is refused before anything is replaced; tensors are when they come."""
     small = folder(tmp_path, tiny(intermediate=32), "small")
     forms = {"mine": {"linears": "attention"}, "experts": {}, "dialect": {"dialect": "compressed-tensors"},
-             "all": {"linears": "all"}, "small": {"linears": "attention"}}  # fmt: skip
+             "all": {"linears": "all"}, "w4a4": {"linears": "attention", "activations": "nvfp4"},
+             "small": {"linears": "attention"}}  # fmt: skip
     for name, options in forms.items():
         source = small if name == "small" else dense / "one"
         convert_checkpoint(source, tmp_path / f"{name}-4", Options(**options), progress=False)
@@ -149,6 +150,7 @@ def test_other_forms(dense, tmp_path):
         / "one": r"0\.down_proj\.weight comes as dense, and .*0\.down_proj is NVFP4 of modelopt in the files with",
         tmp_path
         / "dialect-4": r"weight_global_scale comes as NVFP4 of compressed-tensors, and .* is NVFP4 of modelopt",
+        tmp_path / "w4a4-4": r"w4a4-4 was made for activations 'nvfp4', and .*mine-4 for 'bf16', with which",
         tmp_path / "all-4": r"lm_head\.weight_scale_2 comes as NVFP4 of modelopt, and lm_head is dense in the files",
         tmp_path / "experts-4": r"experts-4 lacks .*\.k_proj\.weight_scale_2, which .*mine-4 has",
         tmp_path / "small-4": r"0\.down_proj\.weight is \[128, 16\] in .*small-4, and \[128, 32\] in .*mine-4",
