@@ -97,6 +97,8 @@ class NVFP4LinearMethod(LinearMethodBase):
         return load
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if layer.get_parameter(self.dialect.weight).is_meta:  # the head, where vLLM's model pools and has none
+            return
         found: dict[str, Tensor] = {}
         for kind in ("weight", "sf", "global_scale", "input_scale"):
             last = getattr(self.dialect, kind)

@@ -15,7 +15,7 @@ from moe_nvfp4.integrations.vllm.config import MoeNvfp4Config  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.dialects import DIALECTS  # noqa: E402
 from moe_nvfp4.quantize.options import Options  # noqa: E402
-from tests.integrations.test_vllm import MOST, by_transformers, same, tiny  # noqa: E402
+from tests.integrations.test_vllm import MOST, _tokenizer, by_transformers, same, tiny  # noqa: E402
 from tests.integrations.vllm_engine import PROMPTS, engine, generate, on_two_ranks  # noqa: E402
 
 IGNORE = {"modelopt": ["lm_head", "*.gate", "*.shared_expert_gate"], "compressed-tensors": ["lm_head", "re:.*gate$"]}
@@ -82,6 +82,22 @@ def test_two_ranks(folders, one_rank, tmp_path):
     forms = {"tensors": (folders / "modelopt", {"tensor_parallel_size": 2})}
     for found in on_two_ranks(forms, tmp_path)["tensors"]:
         same(found, one_rank)
+
+
+def test_embeddings(folders, tmp_path):
+    """A model that pools has no head, whose weights the folder has in 4 bits."""
+    import moe_nvfp4.integrations.huggingface  # noqa: F401
+
+    model, prompts = load(folders / "modelopt", torch.float32), PROMPTS[:2]
+    with torch.no_grad():
+        last = model(torch.tensor(prompts), output_hidden_states=True).hidden_states[-1][:, -1]
+    _tokenizer(tmp_path)  # vLLM asks for one
+    pooling = {"runner": "pooling", "convert": "embed", "tokenizer": str(tmp_path), "skip_tokenizer_init": False}
+    llm = engine(folders / "modelopt", **pooling)
+    outputs = llm.embed([{"prompt_token_ids": p} for p in prompts], use_tqdm=False)
+    found = torch.tensor([output.outputs.embedding for output in outputs])
+    assert torch.allclose(found, torch.nn.functional.normalize(last), rtol=0, atol=1e-5)
+    llm.llm_engine.engine_core.shutdown()
 
 
 def test_adapters_on_4_bit_linears(folders, tmp_path):
