@@ -133,6 +133,8 @@ def check_groups(groups: Groups) -> None:
     order, offsets = groups.order, groups.offsets
     _check("order", order, (order.numel(),), _INT32, order.device)
     _check("offsets", offsets, (max(2, offsets.numel()),), _INT32, order.device)
+    if groups.position is not None:
+        _check("position", groups.position, (order.numel(),), _INT32, order.device)
     if groups.parts is not None and groups.bare is not None:
         several = max(1, groups.parts.numel() // groups.num_experts)
         _check("parts", groups.parts, (groups.num_experts * several + 1,), _INT32, order.device)

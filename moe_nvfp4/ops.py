@@ -18,8 +18,8 @@ from torch.autograd import forward_ad
 from moe_nvfp4 import stages
 from moe_nvfp4.backends import Problem, Selected, named_on, selected
 from moe_nvfp4.checks import check_layer, check_linear
-from moe_nvfp4.door import define, differentiate, layer_op, like, no_gradients, refuse_gradient, saved
-from moe_nvfp4.routing import group_by_expert
+from moe_nvfp4.door import define, differentiate, layer_op, like, no_gradients, present, refuse_gradient, saved
+from moe_nvfp4.routing import Groups, group_by_expert
 from moe_nvfp4.stages import Adapter, down, joined, scaled, up
 from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
 
@@ -226,8 +226,8 @@ def run_experts(
     own_gate, norm, x_factor, h_factor, observe, largest, adapters, adapter = hooks
     spec = w.spec(backend)
     several = next((a.shape[1] for some in adapters for a, _ in some if a.dim() == 4), 0)
-    groups = group_by_expert(ids, w.num_experts, adapter, several)
-    sorted_ids = groups.order, groups.offsets, groups.parts, groups.bare, groups.top_k
+    groups = _grouped(ids, w.num_experts, adapter, several, backend)
+    sorted_ids = groups.order, groups.offsets, groups.position, groups.parts, groups.bare, groups.top_k
     # each stage gets its own bias as an argument, and the other's, since kernels take both or none
     first = w.biased(None, _frozen(b2)).tensors(), spec
     second = w.biased(_frozen(b13), None).tensors(), spec
@@ -250,6 +250,29 @@ def run_experts(
     y = y.view(*ids.shape, w.hidden_size).float() * p[..., None].float()
     here = (ids >= 0) & (ids < w.num_experts)
     return y.masked_fill(~here[..., None], 0.0).sum(dim=1).to(x.dtype)
+
+
+def _grouped(ids: Tensor, experts: int, adapter: Tensor | None, adapters: int, backend: str) -> Groups:
+    if not ids.is_cuda:  # what torch.compile can fuse, and names illegal ids at once
+        return group_by_expert(ids, experts, adapter, adapters)
+    order, offsets, position, *rest = group(ids, adapter, experts, adapters, backend)
+    return Groups(order, offsets, ids.shape[1], position, *rest)
+
+
+def _group(ids: Tensor, adapter: Tensor | None, experts: int, adapters: int, backend: str) -> list[Tensor]:
+    g = named_on(backend, ids.device).group(ids, experts, adapter, adapters).with_position()
+    return present(g.order, g.offsets, g.position, g.parts, g.bare)
+
+
+def _fake_group(ids: Tensor, adapter: Tensor | None, experts: int, adapters: int, backend: str) -> list[Tensor]:
+    R, int32 = ids.numel(), lambda n: ids.new_empty(n, dtype=torch.int32)
+    more = [] if adapter is None else [int32(experts * adapters + 1), ids.new_empty(R, dtype=torch.bool)]
+    return [int32(R), int32(experts + 1), int32(R), *more]
+
+
+group = define(
+    "group(Tensor ids, Tensor? adapter, int experts, int adapters, str backend) -> Tensor[]", _group, _fake_group
+)
 
 
 def _frozen(bias: Tensor | None) -> Tensor | None:

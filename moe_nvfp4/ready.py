@@ -24,6 +24,7 @@ def prepare(
     top_k: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     beside: torch.device | None = None,
+    adapters: tuple[int, int] | None = None,
 ) -> int:
     """Make the 4-bit experts and linears of `model` (or of a single layer) ready for activations of `dtype`: bring the
     weights into their kernels' layout and, on GPUs, compile and load every kernel that any number of tokens needs.
@@ -31,6 +32,8 @@ def prepare(
     top_k: experts per token; None leaves the experts' kernels to the first calls. Layers of equal sizes share kernels.
     beside: the GPU that multiplies many tokens by copies of experts that stay on the CPU: its kernels are compiled too,
     for layers that are copied whole.
+    adapters: for calls with LoRA adapters of experts, (their rank, how many there are of which each token has one; 0:
+    they are for all tokens).
     Several processes compile, with a progress bar, for some seconds on 16 cores; the next start finds all kernels on
     disk. MOE_NVFP4_COMPILE=lazy leaves compiling to the calls. Returns how many kernels were compiled.
     """
@@ -40,7 +43,7 @@ def prepare(
             module.prepare(dtype)
             if top_k is not None:
                 fused = module._hooks().fused
-                call = Call.of(module.weights, dtype, top_k, fused)
+                call = Call.of(module.weights, dtype, top_k, fused, adapters=adapters)
                 calls[module.down_proj.device].append((module.backend(dtype), call))
                 if beside is not None and module.on_cpu:
                     (problem, _), kernels = module._problem(dtype, fused), offload.functions()

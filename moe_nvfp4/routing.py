@@ -166,7 +166,7 @@ def group_by_expert(
     if adapter is None:
         sorted_ids, order = torch.sort(ids, stable=True)
         return Groups(order.to(torch.int32), torch.searchsorted(sorted_ids, experts, out_int32=True), top_k)
-    _check_adapter(adapter, num_adapters, len(top_k_index))
+    check_adapter(adapter, num_adapters, len(top_k_index))
     adapter = adapter.long()  # uint8 has no -1, and int8 may have no room for num_adapters
     # an expert's rows without an adapter come first, as if they had number -1
     chosen = torch.where((adapter >= 0) & (adapter < num_adapters), adapter, -1).to(torch.int32)
@@ -193,7 +193,8 @@ def check_ids(top_k_index: Tensor) -> None:
         )
 
 
-def _check_adapter(adapter: Tensor, num_adapters: int, tokens: int) -> None:
+def check_adapter(adapter: Tensor, num_adapters: int, tokens: int) -> None:
+    """The shape and dtype of the tokens' adapters, as `group_by_expert` says."""
     if adapter.shape != (tokens,) or adapter.dtype.is_floating_point or adapter.dtype == torch.bool or num_adapters < 1:
         raise ValueError(
             f"adapter must be the numbers [{tokens}] of the tokens' adapters, of at least one, got {adapter.dtype} "

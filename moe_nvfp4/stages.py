@@ -37,7 +37,7 @@ MAX_ROWS = 1 << 16  # rows of a fused layer's gradient at a time: it holds sever
 
 
 _EXTRAS = "Tensor? factor, Tensor? a, Tensor? b, Tensor? bias"
-_GROUPS = "Tensor order, Tensor offsets, Tensor? parts, Tensor? bare, int top_k"
+_GROUPS = "Tensor order, Tensor offsets, Tensor? position, Tensor? parts, Tensor? bare, int top_k"
 _WAITS = (torch.Tag.cudagraph_unsafe,)  # the reference waits for the group offsets, which no CUDA graph can
 
 
@@ -94,9 +94,9 @@ def up_rows(
 def sums(x: Tensor, extras: Extras, w: ExpertWeights, groups: Groups, backend: Backend) -> Tensor:
     """`up_rows` before the gate: x [T, H] -> z [R, 2I] in x's dtype."""
     z = _gemm1(x, extras.factor, replace(w, gate=Gate("raw", gated=w.gate.gated)), groups, backend, x.dtype)
-    if extras.adapter is None:
-        return z
-    return z.add_(low_rank(groups.gather(x), extras.adapter, groups))
+    if extras.adapter is not None:
+        add_low_rank(z, x, extras.adapter, groups, backend, up=True)
+    return z
 
 
 def _gemm1(
@@ -125,29 +125,31 @@ def up_gradients(
     return Gradients(groups.sum(d_rows), d_bias, d_factor, da, db)
 
 
-def _groups(order: Tensor, offsets: Tensor, parts: Tensor | None, bare: Tensor | None, top_k: int) -> Groups:
-    return Groups(order, offsets, top_k, None, parts, bare)
+def _groups(
+    order: Tensor, offsets: Tensor, position: Tensor | None, parts: Tensor | None, bare: Tensor | None, top_k: int
+) -> Groups:
+    return Groups(order, offsets, top_k, position, parts, bare)
 
 
 def _adapter(a: Tensor | None, b: Tensor | None) -> Adapter | None:
     return None if a is None or b is None else Adapter(a.contiguous(), b.contiguous())
 
 
-def _check_up(w, x, factor, a, b, bias, order, offsets, parts, bare, top_k, dtype) -> None:
+def _check_up(w, x, factor, a, b, bias, order, offsets, position, parts, bare, top_k, dtype) -> None:
     assert w.w13.bias is None, "it is an argument of its own"
     w.w13 = w.w13._replace(bias=bias)
-    check_stage("x", x, factor, _adapter(a, b), w, _groups(order, offsets, parts, bare, top_k), dtype)
+    check_stage("x", x, factor, _adapter(a, b), w, _groups(order, offsets, position, parts, bare, top_k), dtype)
 
 
-def _fake_up(w, x, factor, a, b, bias, order, offsets, parts, bare, top_k, dtype):
+def _fake_up(w, x, factor, a, b, bias, order, offsets, position, parts, bare, top_k, dtype):
     R, N13, I = order.shape[0], w.w13.N, w.intermediate_size
     raw = w.gate.kind == "raw"
     return [x.new_empty(R, N13 if raw else I, dtype=dtype), *([] if raw or a is None else [x.new_empty(R, N13)])]
 
 
 @layer_op(f"Tensor x, {_EXTRAS}, {_GROUPS}, ScalarType dtype", "Tensor[]", _fake_up, _check_up, _WAITS)
-def up(backend, w, x, factor, a, b, bias, order, offsets, parts, bare, top_k, dtype):
-    groups, extras = _groups(order, offsets, parts, bare, top_k), Extras(factor, _adapter(a, b))
+def up(backend, w, x, factor, a, b, bias, order, offsets, position, parts, bare, top_k, dtype):
+    groups, extras = _groups(order, offsets, position, parts, bare, top_k), Extras(factor, _adapter(a, b))
     return up_rows(x, extras, w, groups, backend, dtype)
 
 
@@ -159,10 +161,10 @@ def up(backend, w, x, factor, a, b, bias, order, offsets, parts, bare, top_k, dt
     lambda w, dh, x, factor, a, b, bias, z, d_bias, *groups: _check_up(w, x, factor, a, b, bias, *(*groups, x.dtype)),
     _WAITS,
 )  # fmt: skip
-def up_backward(backend, w, dh, x, factor, a, b, bias, z, d_bias, order, offsets, parts, bare, top_k):
+def up_backward(backend, w, dh, x, factor, a, b, bias, z, d_bias, order, offsets, position, parts, bare, top_k):
     if not len(order):
         return [torch.zeros_like(t) for t in present(x, factor, a, b, bias if d_bias else None)]
-    groups = _groups(order, offsets, parts, bare, top_k).with_position()
+    groups = _groups(order, offsets, position, parts, bare, top_k).with_position()
     extras = Extras(factor, _adapter(a, b))
     if z is None and w.gate.kind != "raw":
         other, readable = staged(w, x.dtype, backend)
@@ -179,10 +181,10 @@ def _remember_up(ctx, inputs, output):
 
 
 def _up_gradients(ctx, grads):
-    x, factor, a, b, bias, *groups, z, weights = saved(ctx, 10)
+    x, factor, a, b, bias, *groups, z, weights = saved(ctx, 11)
     d_bias = ctx.needs_input_grad[4]
     found = up_backward(grads[0], x, factor, a, b, bias, z, d_bias, *groups, ctx.top_k, weights, ctx.spec)
-    return *spread(found, x, factor, a, b, d_bias), *[None] * 6, no_gradients(ctx, 11), None
+    return *spread(found, x, factor, a, b, d_bias), *[None] * 7, no_gradients(ctx, 12), None
 
 
 differentiate(up, _remember_up, _up_gradients)
@@ -205,14 +207,8 @@ def down_rows(
     alone = replace(groups, top_k=1)  # every slot by itself, as the only one of a token
     y = backend.gemm2_combine(rows, w, alone, torch.ones(R, 1, dtype=torch.float32, device=h.device), dtype)
     if adapter is not None:
-        y.add_(groups.slots(low_rank(h, adapter, groups)).view_as(y))
-    return y if p is None else combine(y, p)
-
-
-def combine(slots: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The outputs of the slots [T * top_k, H] times their weights -> [T, H]: in fp32, in slot order, rounded once."""
-    T, top_k = top_k_weights.shape
-    return (slots.view(T, top_k, slots.shape[1]).float() * top_k_weights[..., None].float()).sum(1).to(slots.dtype)
+        add_low_rank(y, h, adapter, groups, backend, up=False)
+    return y if p is None else backend.combine(y, p)
 
 
 def down_gradients(
@@ -271,19 +267,21 @@ def _straight(h: Tensor, amax: Tensor | None, w: ExpertWeights, groups: Groups, 
 _DOWN = f"Tensor h, Tensor? top_k_weights, Tensor? amax, {_EXTRAS}, {_GROUPS}"
 
 
-def _check_down(w, h, p, amax, factor, a, b, bias, order, offsets, parts, bare, top_k, dtype):
+def _check_down(w, h, p, amax, factor, a, b, bias, order, offsets, position, parts, bare, top_k, dtype):
     assert w.w2.bias is None, "it is an argument of its own"
     w.w2 = w.w2._replace(bias=bias)
-    check_stage("h", h, factor, _adapter(a, b), w, _groups(order, offsets, parts, bare, top_k), dtype, p, amax)
+    check_stage(
+        "h", h, factor, _adapter(a, b), w, _groups(order, offsets, position, parts, bare, top_k), dtype, p, amax
+    )
 
 
-def _fake_down(w, h, p, amax, factor, a, b, bias, order, offsets, parts, bare, top_k, dtype):
+def _fake_down(w, h, p, amax, factor, a, b, bias, order, offsets, position, parts, bare, top_k, dtype):
     return h.new_empty(order.shape[0] if p is None else p.shape[0], w.hidden_size, dtype=dtype)
 
 
 @layer_op(f"{_DOWN}, ScalarType dtype", "Tensor", _fake_down, _check_down, _WAITS)
-def down(backend, w, h, top_k_weights, amax, factor, a, b, bias, order, offsets, parts, bare, top_k, dtype):
-    groups, extras = _groups(order, offsets, parts, bare, top_k), Extras(factor, _adapter(a, b), amax)
+def down(backend, w, h, top_k_weights, amax, factor, a, b, bias, order, offsets, position, parts, bare, top_k, dtype):
+    groups, extras = _groups(order, offsets, position, parts, bare, top_k), Extras(factor, _adapter(a, b), amax)
     return down_rows(h, top_k_weights, extras, w, groups, backend, dtype)
 
 
@@ -296,11 +294,11 @@ def down(backend, w, h, top_k_weights, amax, factor, a, b, bias, order, offsets,
     _WAITS,
 )  # fmt: skip
 def down_backward(
-    backend, w, dy, h, top_k_weights, amax, factor, a, b, bias, order, offsets, parts, bare, top_k, d_bias
+    backend, w, dy, h, top_k_weights, amax, factor, a, b, bias, order, offsets, position, parts, bare, top_k, d_bias
 ):  # fmt: skip
     if not len(order):
         return [torch.zeros_like(t) for t in present(h, top_k_weights, factor, a, b, bias if d_bias else None)]
-    groups = _groups(order, offsets, parts, bare, top_k).with_position()
+    groups = _groups(order, offsets, position, parts, bare, top_k).with_position()
     extras = Extras(factor, _adapter(a, b), amax)
     found, dp = down_gradients(dy, h, top_k_weights, extras, w, groups, backend, d_bias)
     return [t.to(like.dtype) for t, like in zip(
@@ -315,11 +313,11 @@ def _remember_down(ctx, inputs, output):
 
 
 def _down_gradients(ctx, dy):
-    h, p, amax, factor, a, b, bias, *groups, weights = saved(ctx, 11)
+    h, p, amax, factor, a, b, bias, *groups, weights = saved(ctx, 12)
     d_bias = ctx.needs_input_grad[6]
     found = down_backward(dy, h, p, amax, factor, a, b, bias, *groups, ctx.top_k, d_bias, weights, ctx.spec)
     dh, dp, *rest = spread(found, h, p, factor, a, b, d_bias)
-    return dh, dp, None, *rest, *[None] * 6, no_gradients(ctx, 13), None
+    return dh, dp, None, *rest, *[None] * 7, no_gradients(ctx, 14), None
 
 
 differentiate(down, _remember_down, _down_gradients)
@@ -441,10 +439,16 @@ class _Parts(NamedTuple):
         return low if self.bare is None else low.masked_fill_(self.bare, 0)
 
 
-def low_rank(rows: Tensor, adapter: Adapter, groups: Groups) -> Tensor:
-    """What an adapter adds to a projection of rows [R, K]: [R, N]."""
+def add_low_rank(out: Tensor, x: Tensor, adapter: Adapter, groups: Groups, backend: Backend, up: bool) -> None:
+    """Add what an adapter adds to a projection, in place: to the sums [R, N] of tokens x [T, K] if `up`, else to the
+    outputs of slots [T * top_k, N] of rows x [R, K]."""
     parts = _Parts.of(adapter, groups)
-    return grouped_mm(parts.only(grouped_mm(rows, parts.a.mT, parts.offsets)), parts.b.mT, parts.offsets)
+    rows = (groups.order, groups.top_k, None) if up else (None, 1, groups.order)
+    if backend.add_low_rank(out, x, parts.a, parts.b, parts.offsets, groups.bare, *rows):
+        return
+    low = parts.only(grouped_mm(groups.gather(x) if up else x, parts.a.mT, parts.offsets))
+    added = grouped_mm(low, parts.b.mT, parts.offsets)
+    out.add_(added if up else groups.slots(added).view_as(out))
 
 
 def _adapter_gradients(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.routing import Groups, Rows, group_by_expert
 from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Matrices
 
 PACKAGES = ("cutlass", "tvm_ffi", "triton")
@@ -118,12 +118,16 @@ class Backend:
     packages     those of PACKAGES that compile its kernels, on first use or ahead (see `kernels.calls`)
     layout       the backend, its own or another's, into whose layout `pack` brings weights; None: its kernels read the
                  checkpoint's
+    sorts        up to how many assignments `group` sorts by a kernel of its own
+    adds         up to how many groups `add_low_rank` has a kernel for, for rows in 16 bits; 0: none
     """
 
     name: ClassVar[str]
     device_type: ClassVar[str] = "cuda"
     packages: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[str | None] = None
+    sorts: ClassVar[int] = 0
+    adds: ClassVar[int] = 0
 
     def unavailable(self, device: Device) -> str | None:
         """None if it runs on `device`, else the reason: a clause that follows its name and ends with the way out."""
@@ -176,6 +180,24 @@ class Backend:
     def gate_gradient(self, gate: Gate, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
         """As `Gate.gradient`."""
         return gate.gradient(w13_out, dh)
+
+    # Between the stages of a layer that is not fused.
+
+    def group(self, top_k_index: Tensor, num_experts: int, adapter: Tensor | None, num_adapters: int) -> Groups:
+        """As `routing.group_by_expert`. On a GPU, an id outside the legal range is an error of a later call."""
+        return group_by_expert(top_k_index, num_experts, adapter, num_adapters)
+
+    def add_low_rank(
+        self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, offsets: Tensor, bare: Tensor | None, index: Tensor | None,
+        index_div: int, to: Tensor | None,
+    ) -> bool:  # fmt: skip
+        """Add an adapter's part to out [R, N] in place, as `stages.add_low_rank` does; False if there is no kernel."""
+        return False
+
+    def combine(self, slots: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The slots' outputs [T * top_k, H] times their weights -> [T, H]: in fp32, in slot order, rounded once."""
+        (T, top_k), H = top_k_weights.shape, slots.shape[1]
+        return (slots.view(T, top_k, H).float() * top_k_weights[..., None].float()).sum(1).to(slots.dtype)
 
     def joins(self, parts: tuple[int, ...]) -> bool:
         """Whether `linear` takes, in this backend's layout, `LinearWeights` of such parts: one launch for all."""

@@ -17,7 +17,7 @@ from moe_nvfp4.kernels.backend import Backend, Gpu
 from moe_nvfp4.kernels.common import ahead
 from moe_nvfp4.kernels.common.ahead import Build, token_counts
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
+from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, read_spec
 
 Kind = (
     tuple[tuple[int, ...], torch.dtype, int] | None
@@ -32,6 +32,7 @@ class Call(NamedTuple):
     top_k          0 for a linear
     fused          as in `Problem`
     tokens         how many, with int64 ids and fp32 router weights; None: any number, with all dtypes of these
+    adapters       (rank, how many of which a token has one, 0: all tokens have the same): experts with `stages.Adapter`
     """
 
     weights: tuple[Kind, ...]
@@ -40,6 +41,7 @@ class Call(NamedTuple):
     top_k: int
     fused: bool
     tokens: int | None = None
+    adapters: tuple[int, int] | None = None
 
     @property
     def ids(self) -> tuple[torch.dtype, ...]:
@@ -58,9 +60,9 @@ class Call(NamedTuple):
     @staticmethod
     def of(
         weights: ExpertWeights | LinearWeights, dtype: torch.dtype, top_k: int = 0, fused: bool = True,
-        tokens: int | None = None,
+        tokens: int | None = None, adapters: tuple[int, int] | None = None,
     ) -> Call:  # fmt: skip
-        return Call(_kinds(weights.tensors()), weights.spec(""), dtype, top_k, fused, tokens)
+        return Call(_kinds(weights.tensors()), weights.spec(""), dtype, top_k, fused, tokens, adapters)
 
 
 def _kinds(tensors: Iterable[Tensor | None]) -> tuple[Kind, ...]:
@@ -100,10 +102,12 @@ def kernels_of(backend: Backend, call: Call, gpu: Gpu) -> dict[Build, None]:
             _linear(backend, call, LinearWeights.from_tensors(tensors, spec))
         else:
             w = ExpertWeights.from_tensors(tensors, spec)
-            if call.fused and w.gate.kind != "raw":
+            if call.fused and w.gate.kind != "raw" and call.adapters is None:
                 _experts(backend, call, w)
             else:
                 _stages(backend, call, w)
+            if call.adapters is not None:
+                _adapters(backend, call, w, *call.adapters)
     return jobs
 
 
@@ -117,6 +121,10 @@ def _stages(backend: Backend, call: Call, w: ExpertWeights) -> None:
     """The products of `stages`: GEMM 1 does not depend on top_k, GEMM 2 may get one slot."""
     E, H, I, quantized, fp32 = w.num_experts, w.hidden_size, w.intermediate_size, w.quantized, torch.float32
     offsets, first = _empty((E + 1,), torch.int32), replace(w, h_scale=None)
+    if call.adapters is not None:  # they add to the sums before the gate
+        first = replace(first, gate=Gate("raw", gated=w.gate.gated))
+    for ids, T in product(call.ids, call.counts(call.top_k)):
+        _grouped(backend, _empty((T, call.top_k), ids), E, None, 0)
     for R, dtype in product(call.counts(rows=call.top_k), {call.dtype, fp32} if w.quantizes_h else {call.dtype}):
         groups, x = Groups(_empty((R,), torch.int32), offsets, 1), _empty((R, H), call.dtype)
         for index in (groups.order, None):
@@ -132,6 +140,31 @@ def _stages(backend: Backend, call: Call, w: ExpertWeights) -> None:
             groups, h = Groups(order, offsets, top_k, position=order), _empty((T * top_k, I), call.dtype)
             rows = _quantized(backend, h, None, w.h_scale, groups, w.four_over_six) if quantized else Rows(h)
             backend.gemm2_combine(rows, w, groups, _empty((T, top_k), router), call.dtype)
+
+
+def _adapters(backend: Backend, call: Call, w: ExpertWeights, rank: int, several: int) -> None:
+    """What `stages` does with adapters besides."""
+    E, H, I, N13, dtype, int32 = w.num_experts, w.hidden_size, w.intermediate_size, w.w13.N, call.dtype, torch.int32
+    G = E * max(1, several)
+    for ids, T in product(call.ids if several else (), call.counts(call.top_k)):
+        for chosen in call.ids:
+            _grouped(backend, _empty((T, call.top_k), ids), E, _empty((T,), chosen), several)
+    for R in call.counts(rows=call.top_k):
+        bare, order, offsets = _empty((R,), torch.bool), _empty((R,), int32), _empty((G + 1,), int32)
+        for N, K, where in ((N13, H, (order, call.top_k, None)), (H, I, (None, 1, order))):
+            a, b = _empty((G, rank, K), dtype), _empty((G, N, rank), dtype)
+            backend.add_low_rank(
+                _empty((R, N), dtype), _empty((R, K), dtype), a, b, offsets, bare if several else None, *where
+            )
+        if w.gate.kind != "raw":
+            backend.gate(w.gate, _empty((R, N13), dtype))
+    for T, router in product(call.counts(call.top_k), call.router):
+        backend.combine(_empty((T * call.top_k, H), dtype), _empty((T, call.top_k), router))
+
+
+def _grouped(backend: Backend, ids: Tensor, E: int, adapter: Tensor | None, several: int) -> None:
+    if ids.numel() <= backend.sorts:  # else plain torch
+        backend.group(ids, E, adapter, several)
 
 
 def _quantized(

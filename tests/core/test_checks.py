@@ -67,7 +67,8 @@ def arguments(op, activations, static, bias):
     several = (2,) if static else ()  # adapters of which a token has one
     if several:
         groups = group_by_expert(ids, E, torch.randint(-1, 2, (T,)), *several)
-    own = [groups.order, groups.offsets, groups.parts, groups.bare, K, torch.float32]
+    groups = groups.with_position() if static else groups
+    own = [groups.order, groups.offsets, groups.position, groups.parts, groups.bare, K, torch.float32]
     exact = lambda *shape: torch.randint(1, 9, shape) / 8
     first = [x, exact(E, H), None, None, w.w13.bias, *own, w.biased(None, w.w2.bias).tensors(), spec]
     if op == "up":

@@ -433,13 +433,13 @@ def test_ops_pass_torchs_own_check():
         w, (x, ids, p) = layer.weights, batch(5, 4, 2, 64)
         g, rest = group_by_expert(ids, 4), (w.tensors(), w.spec(layer.backend(x.dtype).name))
         check(ops.experts, (x, ids, p, None, None, *rest))
-        own = (g.order, g.offsets, None, None, 2, x.dtype, *rest)
+        own = (g.order, g.offsets, None, None, None, 2, x.dtype, *rest)
         for a, b in ((None, None), (torch.randn(4, 8, 64), torch.randn(4, w.w13.codes.shape[1], 8))):
             args = (x, torch.rand(4, 64), a, b, None, *own)
             check(ops.up, args)
             h = ops.up(*args)[0]
         g = group_by_expert(ids, 4, torch.tensor([1, -1, 0, 2, 1]), 3)
-        by_token = (g.order, g.offsets, g.parts, g.bare, 2, x.dtype, *rest)
+        by_token = (g.order, g.offsets, g.position, g.parts, g.bare, 2, x.dtype, *rest)
         check(ops.up, (x, None, torch.randn(4, 3, 8, 64), torch.randn(4, 3, w.w13.codes.shape[1], 8), None, *by_token))
         args = (h, p, None, torch.rand(4, h.shape[1]), None, None, None, *own)
         check(ops.down, args)

@@ -25,10 +25,11 @@ import triton
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.backends import named
-from moe_nvfp4.kernels.portable import backend, config, dense, merge, router
+from moe_nvfp4.kernels.portable import adapters, backend, config, dense, merge, router
 from moe_nvfp4.kernels.portable.launch import compile_variant
 from moe_nvfp4.kernels.sm90.pack import in_units
-from moe_nvfp4.routing import Groups
+from moe_nvfp4.routing import Groups, group_by_expert
+from moe_nvfp4.stages import Adapter, add_low_rank
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, LinearWeights, Matrices
 from tests.common import reference_layer, reference_rows, relative_error
 from tests.emulator import EmulatorError, emulate
@@ -79,11 +80,11 @@ class Launches:
 
     def __enter__(self):
         self.kept = backend.launch
-        backend.launch = dense.launch = merge.launch = router.launch = self
+        adapters.launch = backend.launch = dense.launch = merge.launch = router.launch = self
         return self
 
     def __exit__(self, *_):
-        backend.launch = dense.launch = merge.launch = router.launch = self.kept
+        adapters.launch = backend.launch = dense.launch = merge.launch = router.launch = self.kept
 
 
 def in_memory(value):
@@ -198,6 +199,29 @@ def merged(schedule):
     return int(different)
 
 
+def low_rank(schedule, S, T=9, E=3, K=200, N=72, rank=24):
+    """Sorted rows and their tiles as torch makes them, and additions in float64, of S adapters of experts or one."""
+    torch.manual_seed(S)
+    ids, of_token = torch.randint(-1, E + 1, (T, 2)), torch.arange(T) % (S + 1) - 1 if S else None
+    x, out, several = torch.randn(T, K).bfloat16(), torch.randn(2 * T, N).bfloat16(), (S,) if S else ()
+    pair = Adapter(*(torch.randn(E, *several, *shape).bfloat16() / 9 for shape in ((rank, K), (N, rank))))
+    want, groups = out.double(), group_by_expert(ids, E, of_token, S).with_position()
+    for row, (at, e) in enumerate(zip(groups.order.tolist(), groups.expert_of_row().tolist(), strict=True)):
+        if e < E and not (S and of_token[at // 2] < 0):
+            a, b = (m[e, of_token[at // 2]] if S else m[e] for m in pair)
+            want[row] += b.double() @ (a.double() @ x[at // 2].double()).bfloat16().double()
+    with Launches(schedule):
+        found = named("portable").group(ids, E, of_token, S)
+        tiles = backend.Routing.of(found, 8)
+        add_low_rank(out, x, pair, found, named("portable"), up=True)
+    for name in ("order", "offsets", "position", *(("parts", "bare") if S else ())):
+        assert torch.equal(getattr(found, name), getattr(groups, name)), name
+    count = int(groups.tiles(8).count)
+    assert tiles.tile_count == count and torch.equal(tiles.tile_row[:count], groups.tiles(8).row[:count])
+    assert torch.equal(tiles.ids.long(), torch.where(ids < 0, E, ids).view(-1))
+    return relative_error(out, want)
+
+
 def last_of_many(schedule="reverse-lazy"):
     """DeepSeek's sizes; the last expert's weights are beyond 2**31 bytes."""
     E, T, few = 150, 3, weights(1, 7168, 2048)
@@ -235,10 +259,12 @@ def four_over_six(schedule):
     return int((got.values.float() != want).sum() + (got.scale != scale).sum())
 
 
-def illegal_id(schedule, few):
+def illegal_id(schedule, kind):
     try:
         with Launches(schedule):
-            if few:
+            if kind == "stages":
+                backend.group(torch.tensor([[0, 1, 4, 2]]), 3, None, 0)
+            elif kind == "few":
                 x, ids = torch.zeros(1, 144, dtype=torch.bfloat16), torch.tensor([[0, 9]])
                 backend.experts(x, ids, torch.ones(1, 2), weights(6, 144, 80, OAI, True))
             else:
@@ -264,8 +290,12 @@ CASES = {
     "top-k": chosen,
     "a router's linear": scored,
     "merged codes": merged,
-    "an illegal id": partial(illegal_id, few=False),
-    "an illegal id, unsorted": partial(illegal_id, few=True),
+    "an adapter of each expert": partial(low_rank, S=0),
+    "an adapter of each expert, many tokens": partial(low_rank, S=0, T=40),
+    "an adapter of each token": partial(low_rank, S=2, T=30),
+    "an illegal id": partial(illegal_id, kind="many"),
+    "an illegal id, unsorted": partial(illegal_id, kind="few"),
+    "an illegal id, between stages": partial(illegal_id, kind="stages"),
 }
 
 
@@ -347,6 +377,10 @@ def same_everywhere():
         a, b = torch.empty(3, 4, 48), torch.empty(3, 64, 4)
         backend.merged_codes(w.codes, w.sf, torch.empty(3, 64), a, b)
         named("sm90").merge(in_units(w), w.codes, a, b)
+        groups = backend.group(ids, 3, None, 0)
+        backend.Routing.of(groups, 8)
+        pair = Adapter(torch.empty(3, 8, 64, dtype=x.dtype), torch.empty(3, 96, 8, dtype=x.dtype))
+        add_low_rank(torch.empty(4, 96, dtype=x.dtype), x, pair, groups, named("portable"), up=True)
     different = {}
     for kernel, *rest in launches.all:
         texts = {a: body(compiled(kernel, *rest, architecture=a).asm["ptx"]) for a in ARCHITECTURES}

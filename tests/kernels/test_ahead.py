@@ -6,20 +6,25 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from moe_nvfp4 import NVFP4Experts, stages
+from moe_nvfp4 import NVFP4Experts, reference, stages
 from moe_nvfp4.backends import Gpu, Selected, named
 from moe_nvfp4.kernels import calls
+from moe_nvfp4.kernels.backend import Backend
+from moe_nvfp4.kernels.calls import Call
 from moe_nvfp4.kernels.common import ahead
 from moe_nvfp4.kernels.common.ahead import Build, planned_tokens, token_counts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.routing import Groups
-from moe_nvfp4.stages import Extras
+from moe_nvfp4.stages import Adapter, Extras
 from moe_nvfp4.weights import SILU, Gate
 from tests.common import ROOT
 
@@ -46,28 +51,40 @@ def empty(*shape, dtype=torch.bfloat16):
 
 
 def check(name, sizes, top_k, gate, activations, static, bias, fused, counts):
-    """Check that the kernels that launch for `counts` tokens are among those that are compiled ahead."""
+    """Check that the kernels that launch for `counts` tokens are among those that are compiled ahead; if the layer is
+    not fused, with adapters too: one of all tokens, or several."""
     backend, gpu, (E, H, I) = named(name), GPUS[name], sizes
     layer = NVFP4Experts(E, H, I, gate, activations, torch.bfloat16 if bias else None, static, device="meta")
     layer._prepare_for(Selected(name, backend.layout))
-    call = calls.Call.of(layer.weights, torch.bfloat16, top_k, fused)
-    listed = set(calls.kernels_of(backend, call, gpu))
+    w, S, rank = layer.weights, E % 3, 8 + 16 * (H % 2)
+    whole, whatever = fused and gate.kind != "raw", Call.of(w, torch.bfloat16, top_k, fused)
+    listed = set(calls.kernels_of(backend, whatever, gpu))
+    with_adapters = set() if whole else set(calls.kernels_of(backend, whatever._replace(adapters=(rank, S)), gpu))
     assert listed
-    w, offsets = layer.weights, empty(E + 1, dtype=torch.int32)
-    whole = fused and gate.kind != "raw"
-    for T in counts:
-        x, p = empty(T, H), empty(T, top_k, dtype=torch.float32)
-        if whole:
-            for dtype in (torch.int32, torch.int64):
-                assert noted(gpu, backend.experts, x, empty(T, top_k, dtype=dtype), p, w) <= listed
-            continue
-        groups = Groups(order := empty(T * top_k, dtype=torch.int32), offsets, top_k, position=order)
-        dtype = torch.float32 if w.quantizes_h else torch.bfloat16
-        assert noted(gpu, stages.up_rows, x, Extras(), w, groups, backend, dtype) <= listed
-        assert (
-            noted(gpu, stages.down_rows, empty(T * top_k, I, dtype=dtype), p, Extras(), w, groups, backend, x.dtype)
-            <= listed
-        )
+    offsets, parts = empty(E + 1, dtype=torch.int32), empty(E * S + 1, dtype=torch.int32)
+    low = lambda N, K: Adapter(*(empty(E, *[S] * (S > 0), *shape) for shape in ((rank, K), (N, rank))))
+    plain = getattr(backend.functions, "quantize_rows", None) is reference.quantize_rows  # a second each
+    with mock.patch.object(Backend, "quantize_rows", calls._quantized) if plain else nullcontext():
+        for T in counts:
+            x, p = empty(T, H), empty(T, top_k, dtype=torch.float32)
+            if whole:
+                for dtype in (torch.int32, torch.int64):
+                    assert noted(gpu, backend.experts, x, empty(T, top_k, dtype=dtype), p, w) <= listed
+                continue
+            order, dtype = empty(T * top_k, dtype=torch.int32), torch.float32 if w.quantizes_h else torch.bfloat16
+            groups = Groups(order, offsets, top_k, position=order)
+            assert noted(gpu, stages.up_rows, x, Extras(), w, groups, backend, dtype) <= listed
+            h = empty(T * top_k, I, dtype=dtype)
+            assert noted(gpu, stages.down_rows, h, p, Extras(), w, groups, backend, x.dtype) <= listed
+            if S:
+                groups = replace(groups, parts=parts, bare=empty(T * top_k, dtype=torch.bool))
+            up, down, h = Extras(adapter=low(w.w13.N, H)), Extras(adapter=low(H, I)), empty(T * top_k, I)
+            assert noted(gpu, stages.up_rows, x, up, w, groups, backend, x.dtype) <= with_adapters
+            assert noted(gpu, stages.down_rows, h, p, down, w, groups, backend, x.dtype) <= with_adapters
+            if T * top_k <= backend.sorts:
+                ids, chosen = (empty(T, *more, dtype=torch.int64) for more in ((top_k,), ()))
+                sort = noted(gpu, backend.group, ids, E, chosen if S else None, S)
+                assert len(sort) == 1 and sort <= with_adapters
 
 
 def check_linear(name, linear, counts):
@@ -75,7 +92,7 @@ def check_linear(name, linear, counts):
     backend, gpu = named(name), GPUS[name]
     linear._prepare_for(Selected(name, backend.layout))
     w = linear.weights
-    listed = set(calls.kernels_of(backend, calls.Call.of(w, torch.bfloat16), gpu))
+    listed = set(calls.kernels_of(backend, Call.of(w, torch.bfloat16), gpu))
     assert listed
     for T in counts:
         assert noted(gpu, backend.linear, empty(T, linear.in_features), w) <= listed

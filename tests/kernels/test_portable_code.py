@@ -30,7 +30,7 @@ def run(what, tmp_path_factory):
 def test_the_compiled_kernels_on_the_emulator(tmp_path_factory):
     """Whole layers with all their kernels, and a linear; an illegal id ends in the assertion."""
     result = run("emulate", tmp_path_factory)
-    assert len(result) == 18
+    assert len(result) == 22
     for case, error in result.items():
         assert isinstance(error, (int, float)) and error < THRESHOLDS["half"], (case, error)
 
@@ -38,7 +38,9 @@ def test_the_compiled_kernels_on_the_emulator(tmp_path_factory):
 @pytest.mark.slow
 def test_every_gpu_runs_the_same_ptx(tmp_path_factory):
     """sm_80 to sm_121, so what the emulator and one GPU have shown holds for all."""
-    kernels = "route", "gemm", "combine", "top_k", "linear", "merge", "merge_units"
+    kernels = (
+        "route", "gemm", "combine", "top_k", "linear", "merge", "merge_units", "group", "tiles", "shrink", "expand",
+    )  # fmt: skip
     same = run("same", tmp_path_factory)
     assert same == {name: [] for name in (*(f"{kernel}_kernel" for kernel in kernels), "NVFP4 times NVFP4")}
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed
+from moe_nvfp4.routing import Groups
 from moe_nvfp4.weights import Gate, Matrices
 
 
 class Portable(Backend):
     name = "portable"
     packages = ("triton",)
+    sorts = 1 << 13  # each program reads all of them
+    adds = 1 << 12  # each program reads where they begin
 
     def unavailable(self, device: Device) -> str | None:
         if device.type != "cuda":
@@ -45,6 +50,20 @@ class Portable(Backend):
         """The same in Hopper's layout, see `merge.merge_units`."""
         self.functions.merge_units(codes, scale, a, b, units, interleaved)
 
+    def group(self, top_k_index: Tensor, *others: Any) -> Groups:
+        kernel = 0 < top_k_index.numel() <= self.sorts
+        return self.functions.group(top_k_index, *others) if kernel else super().group(top_k_index, *others)
+
+    def add_low_rank(self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, *rows: Any) -> bool:
+        if x.dtype == torch.float32 or len(a) > self.adds:
+            return False
+        if out.numel() and a.numel():
+            self.functions.add_low_rank(out, x, a, b, *rows)
+        return True
+
+    def combine(self, slots: Tensor, top_k_weights: Tensor) -> Tensor:
+        return self.functions.combine_slots(slots, top_k_weights)
+
     def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
         return self.functions.gate(gate, w13_out)[0]
 
@@ -58,3 +77,28 @@ class Portable(Backend):
 
 
 BACKEND = Portable()
+
+
+class BesidePortable(Backend):
+    """A backend with GEMMs of its own, which leaves what is between them to Triton, where that is installed."""
+
+    sorts, adds = Portable.sorts, Portable.adds
+
+    def group(self, top_k_index: Tensor, *others: Any) -> Groups:
+        return _steps(top_k_index, super()).group(top_k_index, *others)
+
+    def add_low_rank(self, out: Tensor, *others: Any) -> bool:
+        return _steps(out, super()).add_low_rank(out, *others)
+
+    def combine(self, slots: Tensor, top_k_weights: Tensor) -> Tensor:
+        return _steps(slots, super()).combine(slots, top_k_weights)
+
+    def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
+        return _steps(w13_out, super()).gate(gate, w13_out)
+
+    def gate_gradient(self, gate: Gate, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
+        return _steps(w13_out, super()).gate_gradient(gate, w13_out, dh)
+
+
+def _steps(t: Tensor, otherwise: Any) -> Any:
+    return BACKEND if t.device.type != "cpu" and "triton" in Device.of(t.device).packages else otherwise

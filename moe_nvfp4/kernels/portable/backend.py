@@ -29,14 +29,14 @@ from moe_nvfp4 import format as nvfp4
 from moe_nvfp4 import reference
 from moe_nvfp4.kernels.common.ahead import planned_tokens
 from moe_nvfp4.kernels.common.tensors import aligned, capability, expert_ids, floating, multiprocessors
-from moe_nvfp4.kernels.portable import config, dense, merge, router
+from moe_nvfp4.kernels.portable import adapters, config, dense, merge, router
 from moe_nvfp4.kernels.portable import gate as gates
 from moe_nvfp4.kernels.portable.config import Plan, TileShape, next_power_of_2
 from moe_nvfp4.kernels.portable.dequantize import how
 from moe_nvfp4.kernels.portable.gemm import gemm_kernel
 from moe_nvfp4.kernels.portable.launch import launch
-from moe_nvfp4.kernels.portable.rows import combine_kernel, quantize_kernel, route_kernel
-from moe_nvfp4.routing import Groups, Rows
+from moe_nvfp4.kernels.portable.rows import combine_kernel, quantize_kernel, route_kernel, tiles_kernel
+from moe_nvfp4.routing import Groups, Rows, check_adapter, check_ids
 from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Matrices
 
 _RAW = Gate("raw")
@@ -127,8 +127,35 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
         return out.zero_()
     plan = _plan(w, planned_tokens(T, top_k) * top_k, dtype, device)
     with on(device):
-        y = _down(values_of(h, groups), w, Routing.of(groups, plan.BM), plan)
-        combine(y, ids_of(groups), aligned(floating(top_k_weights)), out, w.num_experts)
+        routing = Routing.of(groups, plan.BM)
+        y = _down(values_of(h, groups), w, routing, plan)
+        combine(y, routing.ids, aligned(floating(top_k_weights)), out, w.num_experts)
+    return out
+
+
+def group(top_k_index: Tensor, num_experts: int, adapter: Tensor | None, num_adapters: int) -> Groups:
+    """As `routing.group_by_expert`."""
+    check_ids(top_k_index)
+    if adapter is not None:
+        check_adapter(adapter, num_adapters, len(top_k_index))
+        adapter = expert_ids(adapter)
+    with on(top_k_index.device):
+        return adapters.group(expert_ids(top_k_index), num_experts, top_k_index.shape[1], adapter, num_adapters)
+
+
+def add_low_rank(out: Tensor, *others: Any) -> None:
+    """As `adapters.add_low_rank`."""
+    with on(out.device):
+        adapters.add_low_rank(out, *others)
+
+
+def combine_slots(slots: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`Backend.combine`."""
+    out = slots.new_empty(top_k_weights.shape[0], slots.shape[1])
+    if not slots.numel():
+        return out.zero_()
+    with on(slots.device):
+        combine(slots.contiguous()[None], None, aligned(floating(top_k_weights)), out, 1)
     return out
 
 
@@ -219,16 +246,20 @@ class Routing(NamedTuple):
     tile_count: Tensor
     row_expert: Tensor | None = None  # the expert of each routed row, if asked for
     position: Tensor | None = None  # the row of each routed assignment, if asked for
+    ids: Tensor | None = None  # the expert of each assignment, E if it has none, if they were sorted before
 
     @classmethod
     def of(cls, groups: Groups, BM: int) -> Routing:
-        if groups.order.is_meta:  # launches are noted
-            empty = groups.order.new_empty
-            expert, row, end = (empty(max_tiles(groups.num_rows, groups.num_experts, BM)) for _ in range(3))
-            return cls(groups.order, groups.offsets, expert, row, end, empty(1))
-        tiles = groups.tiles(BM)
-        end = groups.offsets[tiles.expert.clamp(min=0) + 1]
-        return cls(groups.order, groups.offsets, tiles.expert, tiles.row, end, tiles.count)
+        """The tiles of rows that are sorted already."""
+        R, E, empty = groups.num_rows, groups.num_experts, groups.order.new_empty
+        tiles = max_tiles(R, E, BM)
+        ids, expert, row, end, count = empty(R), empty(tiles), empty(tiles), empty(tiles), empty(1)
+        sizes = E, max(128, next_power_of_2(E)), 128
+        launch(
+            tiles_kernel, (E,), groups.order, groups.offsets, ids, expert, row, end, count, R, BM, tiles, *sizes,
+            num_warps=4,
+        )  # fmt: skip
+        return cls(groups.order, groups.offsets, expert, row, end, count, ids=ids)
 
     @property
     def num_rows(self) -> int:
@@ -300,12 +331,6 @@ def _gathered(rows: Values) -> Values:
 def _columns(x: Tensor) -> Tensor:
     """x with its width padded to a multiple of 16, at an address that is a multiple of 16."""
     return aligned(nvfp4.pad_k(x))
-
-
-def ids_of(groups: Groups) -> Tensor:
-    """int32 [R]: the expert of each assignment, E if it has none."""
-    ids = groups.order.new_empty(groups.order.shape)
-    return ids if ids.is_meta else ids.index_copy_(0, groups.order.long(), groups.expert_of_row())
 
 
 def values_of(rows: Rows, groups: Groups) -> Values:

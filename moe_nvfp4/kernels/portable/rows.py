@@ -33,22 +33,12 @@ def route_kernel(
             counts += tl.histogram(tl.where(mine, here, 0), EP, mask=mine)
         else:
             counts += tl.sum((tl.where(mine, here, -1)[:, None] == experts[None, :]).to(tl.int32), 0)
-    tiles = (counts + BM - 1) // BM
     begin = tl.sum(tl.where(experts < e, counts, 0), 0)
     count = tl.sum(tl.where(experts == e, counts, 0), 0)
-    tile = tl.sum(tl.where(experts < e, tiles, 0), 0)
     tl.store(offsets + e, begin)
     if e == E - 1:
         tl.store(offsets + E, begin + count)
-        all_tiles = tl.sum(tiles, 0)
-        tl.store(tile_count, all_tiles)
-        for start in range(all_tiles, max_tiles, 128):
-            i = start + tl.arange(0, 128)
-            tl.store(tile_expert + i, tl.full([128], -1, tl.int32), mask=i < max_tiles)
-    for t in range(0, (count + BM - 1) // BM):
-        tl.store(tile_expert + tile + t, e)
-        tl.store(tile_row + tile + t, begin + t * BM)
-        tl.store(tile_end + tile + t, begin + count)
+    _store_tiles(counts, begin, count, tile_expert, tile_row, tile_end, tile_count, BM, max_tiles, E, EP)
     if count > 0:
         row = begin
         for start in range(0, R, CHUNK):
@@ -61,6 +51,47 @@ def route_kernel(
             if row_expert is not None:
                 tl.store(row_expert + to, tl.zeros([CHUNK], tl.int32) + e, mask=found > 0)
             row += tl.sum(found, 0)
+
+
+@triton.jit
+def _store_tiles(
+    counts, begin, count, tile_expert, tile_row, tile_end, tile_count, BM, max_tiles, E: tl.constexpr, EP: tl.constexpr
+):  # fmt: skip
+    """Program e stores the tiles of expert e, whose `count` rows begin at `begin`; counts [EP] has those of all."""
+    e = tl.program_id(0)
+    tiles = (counts + BM - 1) // BM
+    tile = tl.sum(tl.where(tl.arange(0, EP) < e, tiles, 0), 0)
+    if e == E - 1:
+        all_tiles = tl.sum(tiles, 0)
+        tl.store(tile_count, all_tiles)
+        for start in range(all_tiles, max_tiles, 128):
+            i = start + tl.arange(0, 128)
+            tl.store(tile_expert + i, tl.full([128], -1, tl.int32), mask=i < max_tiles)
+    for t in range(0, (count + BM - 1) // BM):
+        tl.store(tile_expert + tile + t, e)
+        tl.store(tile_row + tile + t, begin + t * BM)
+        tl.store(tile_end + tile + t, begin + count)
+
+
+@triton.jit(do_not_specialize=["R", "BM", "max_tiles"])
+def tiles_kernel(
+    order, offsets, ids, tile_expert, tile_row, tile_end, tile_count, R, BM, max_tiles, E: tl.constexpr,
+    EP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """What `route_kernel` makes, of rows that are sorted already: program e stores the tiles of expert e and, for its
+    assignments, their ids [R]; program E - 1 also those of the assignments without an expert."""
+    e = tl.program_id(0)
+    experts = tl.arange(0, EP)
+    starts = tl.load(offsets + experts, mask=experts < E, other=0)
+    counts = tl.load(offsets + experts + 1, mask=experts < E, other=0) - starts
+    begin = tl.load(offsets + e)
+    end = tl.load(offsets + e + 1)
+    _store_tiles(counts, begin, end - begin, tile_expert, tile_row, tile_end, tile_count, BM, max_tiles, E, EP)
+    last = tl.where(e == E - 1, R, end)
+    for start in range(begin, last, CHUNK):
+        row = start + tl.arange(0, CHUNK)
+        of_row = tl.load(order + row, mask=row < last, other=0)
+        tl.store(ids + of_row, tl.where(row < end, e, E), mask=row < last)
 
 
 @triton.jit
@@ -187,8 +218,8 @@ def combine_kernel(
 ):  # fmt: skip
     """out[t, :N] = sum over slots j, in order, of weights[t, j] * (sum over splits of y[split, t * TOP_K + j]), fp32.
 
-    Slots whose id is not an expert's are skipped. Without `ids` and `weights` there is one slot, with weight one. LD:
-    the row stride of out. With `position`, the row of each assignment in y [R, N], y holds plain products: the
+    Slots whose id is not an expert's have rows of zeros. Without `weights`, they have weight one. LD: the row stride of
+    out. With `position`, the row of each assignment in y [R, N], y holds plain products: the
     expert's `scale` [E], `row_scale` [R] (if given) and `bias` [E, LD] are applied here.
     """
     t = tl.program_id(0).to(tl.int64)
@@ -216,7 +247,8 @@ def combine_kernel(
             row *= tl.load(row_scale + from_row)
         if bias is not None:
             row += tl.load(bias + e.to(tl.int64) * LD + n, mask=there, other=0.0).to(tl.float32)
+        row = tl.where(there, row, 0.0)
         if weights is not None:
             row *= tl.load(weights + slot).to(tl.float32)
-        total += tl.where(there, row, 0.0)
+        total += row
     tl.store(out + t * LD + n, rounded(total, out.dtype.element_ty, HOW), mask=n < N)

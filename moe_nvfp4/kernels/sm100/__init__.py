@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed, other_gpu
+from moe_nvfp4.kernels.backend import Device, Problem, dequantized, not_installed, other_gpu
 from moe_nvfp4.kernels.portable import BACKEND as portable
+from moe_nvfp4.kernels.portable import BesidePortable
 from moe_nvfp4.weights import LinearWeights, Matrices
 
 
-class Blackwell(Backend):
+class Blackwell(BesidePortable):
     name = "sm100"
     packages = ("cutlass", "tvm_ffi")
     layout = "sm100"

@@ -99,7 +99,7 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
         y = out.new_empty(R, w.hidden_size, dtype=plan.rows)
         found, routing = portable.values_of(h, groups), Routing.of(groups, plan.down.tile.BN)
         _gemm(found, w.w2, y, plan.down, routing, routing.order, sync=_zeros(out, plan.down))
-        portable.combine(y[None], portable.ids_of(groups), aligned(floating(top_k_weights)), out, w.num_experts)
+        portable.combine(y[None], routing.ids, aligned(floating(top_k_weights)), out, w.num_experts)
     return out
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed, other_gpu
+from moe_nvfp4.kernels.backend import Device, Problem, dequantized, not_installed, other_gpu
 from moe_nvfp4.kernels.portable import BACKEND as portable
-from moe_nvfp4.weights import Gate, LinearWeights, Matrices
+from moe_nvfp4.kernels.portable import BesidePortable
+from moe_nvfp4.weights import LinearWeights, Matrices
 
 
-class Hopper(Backend):
+class Hopper(BesidePortable):
     name = "sm90"
     packages = ("cutlass",)
     layout = "sm90"
@@ -63,12 +64,6 @@ class Hopper(Backend):
         from moe_nvfp4.kernels.common.tensors import settle
 
         settle(device)
-
-    def gate(self, gate: Gate, w13_out: Tensor) -> Tensor:
-        return (portable if w13_out.is_cuda else super()).gate(gate, w13_out)
-
-    def gate_gradient(self, gate: Gate, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
-        return (portable if w13_out.is_cuda else super()).gate_gradient(gate, w13_out, dh)
 
     def merge(self, weights: Matrices, codes: Tensor, a: Tensor, b: Tensor) -> bool:
         from moe_nvfp4.kernels.sm90.pack import merge_operands
