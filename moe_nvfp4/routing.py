@@ -176,7 +176,8 @@ def group_by_expert(
     first = experts[:, None] * (num_adapters + 1) + torch.where(after > 0, after + 1, 0)
     parts = torch.searchsorted(sorted_keys, first.view(-1)[: num_experts * num_adapters + 1], out_int32=True)
     bare = sorted_keys % (num_adapters + 1) == 0
-    return Groups(order.to(torch.int32), parts[::num_adapters].contiguous(), top_k, None, parts, bare)
+    offsets = parts[::num_adapters].clone(memory_format=torch.contiguous_format)  # for ops, whose results are apart
+    return Groups(order.to(torch.int32), offsets, top_k, None, parts, bare)
 
 
 def check_ids(top_k_index: Tensor) -> None:

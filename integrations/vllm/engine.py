@@ -24,6 +24,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import PPMissingLayer
 
+from moe_nvfp4.backends import Device, named
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.integrations.placement import COPIED, SCRATCH
 from moe_nvfp4.integrations.vllm import NAME
@@ -224,16 +225,22 @@ def _refuse_by_request(layer: RoutedExperts, adapter: bool) -> None:
         raise NotImplementedError(f"{name}: adapters of experts with --enable-dbo: leave it out, or add {others}")
 
 
-def refuse_graphs(layer: RoutedExperts, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-    """NotImplementedError if CUDA graphs cannot have the products of adapters with experts of these sizes."""
+def refuse_graphs(
+    layer: RoutedExperts, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], experts: int
+) -> None:
+    """NotImplementedError if CUDA graphs cannot have the products of adapters with `experts` of these sizes."""
     config = get_current_vllm_config()
     if device.type != "cuda" or config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
+        return
+    groups = experts * (1 if config.lora_config is None else config.lora_config.max_loras)
+    if "triton" in Device.of(device).packages and dtype != torch.float32 and groups <= named("portable").adds:
         return
     major = torch.cuda.get_device_capability(device)[0]
     if dtype != torch.bfloat16 or major not in (9, 10) or any(size % 8 for size in sizes):
         raise NotImplementedError(
-            f"{layer.layer_name}: torch multiplies adapters of experts without waiting for the GPU, as CUDA graphs "
-            "need, in bf16, on compute capability 9.x and 10.x, with channels in multiples of 8; here are "
+            f"{layer.layer_name}: without Triton, in fp32, or with more than {named('portable').adds} adapters in all "
+            f"slots of all experts, torch multiplies them (here {groups}), without waiting for the GPU, as CUDA graphs "
+            "need, only in bf16, on compute capability 9.x and 10.x, with channels in multiples of 8; here are "
             f"{dtype}, {major}.x and {' and '.join(map(str, sizes))} channels: add --enforce-eager"
         )
 

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 
 from moe_nvfp4.integrations.vllm.adapters import LAYER, Pair, adapters_of, adapters_of_linears, check_config
 from moe_nvfp4.ops import Adapter
+from moe_nvfp4.ready import prepare
 from moe_nvfp4.stages import joined
 
 OF_LAYER = re.compile(rf"(?P<layer>{LAYER.pattern})(?:.*\.)?experts(?P<rest>|\.base_layer|\.\d+\.\w+)")
@@ -54,6 +55,7 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         self.slots = slots(2 * I if experts.gate.gated else I, H), slots(H, I)
         self.lora_a_stacked, self.lora_b_stacked = zip(*self.slots, strict=True)  # vLLM asks for shapes and dtype
         self.method.lora = self
+        prepare(experts, self.method.moe.experts_per_token, self.method.dtype, adapters=(rank, max_loras))
 
     def reset_lora(self, index: int) -> None:
         for slots in self.slots:

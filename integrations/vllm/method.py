@@ -85,7 +85,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         by_request = engine.chosen_by_request()
         if by_request or self.adapters != ((), ()):
             channels = hidden_size, intermediate_size_per_partition
-            engine.refuse_graphs(layer, self.device, params_dtype, channels)
+            engine.refuse_graphs(layer, self.device, params_dtype, channels, self.loader.experts.num_experts)
         self.failed = False  # whether weights were loaded again, and not all of them came
         if on_cpu:
             engine.refuse_on_cpu(layer, self.device, self.loader.experts._hooks(self.adapters).fused, by_request)
@@ -169,7 +169,9 @@ class MoeNvfp4Method(FusedMoEMethodBase):
                 loader.read(self.folder, partial(engine.local_expert, layer), coming)
             loader.finish()
         beside = self.device if layer.nvfp4.on_cpu and self.device.type != "cpu" else None
-        prepare(loader.experts, self.moe.experts_per_token, self.moe.in_dtype, beside)
+        ranks = {-(-a.shape[1] // 8) * 8 for pairs in self.adapters for a, _ in pairs}  # as `stages.joined` pads them
+        for adapters in [(rank, 0) for rank in ranks] or [None]:
+            prepare(loader.experts, self.moe.experts_per_token, self.moe.in_dtype, beside, adapters)
         if again:
             refresh(layer.nvfp4, loader.experts, layer.layer_name)
         else:

@@ -8,6 +8,7 @@ subnormal ones too; the reference (`moe_nvfp4.reference`) gets copies of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from moe_nvfp4.kernels.sm90.pack import in_units
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.routing import Rows, group_by_expert
 from moe_nvfp4.selftest.compare import LIMITS, Finding, Limit, compare, same_bits
+from moe_nvfp4.stages import Adapter
 from moe_nvfp4.weights import SILU, ExpertWeights, Gate, Matrices, is_quantized
 
 Findings = Iterator[Finding]
@@ -353,16 +355,54 @@ def gradients(at: Place) -> Findings:
             yield compare(f"{name}: gradient of {what}", got, want, LIMITS["gradient"])
 
 
-def _dense(x: Tensor, ids: Tensor, p: Tensor, w: ExpertWeights) -> Tensor:
-    """The layer in x's dtype, one slot after the other."""
-    m13, m2, rows = w.w13, w.w2, []
-    scales = m13.row_scales()
+def adapters(at: Place) -> Findings:
+    """LoRA adapters of experts, beside dense matrices in float64: one for all tokens, or each has one of several."""
+    g = torch.Generator().manual_seed(0)
+    for several, rank, gate in ((0, 8, "gelu_tanh"), (3, 24, "swiglu_oai")):
+        for dtype in at.dtypes:
+            limit = LIMITS["fp32" if dtype == torch.float32 else "adapters"]
+            layer = layer_of(5, 192, 144, GATES[gate])
+            case = f"{several or 'one'} of rank {rank}, {gate}, {_name(dtype)}"
+            if refusal := at.refusal(layer._problem(dtype, False)[0]):
+                yield Finding(case, None, refusal)
+                continue
+            w, S = layer.weights, (several,) if several else ()
+            pairs = tuple(
+                Adapter(*(torch.randn(5, *S, *s, generator=g).to(dtype) / s[1] ** 0.5 for s in ((rank, K), (N, rank))))
+                for N, K in ((w.w13.N, 192), (192, 144))
+            )
+            there = tuple((Adapter(*(t.to(at.device) for t in pair)),) for pair in pairs)
+            for T in (*TOKENS, *([MANY] if dtype == torch.bfloat16 else [])):
+                x, ids, p = batch_of(T, 192, 5, 2, dtype)
+                of_token = torch.arange(T) % (several + 1) - 1 if several else None  # -1: none
+                *inputs, chosen = (t if t is None else t.to(at.device) for t in (x, ids, p, of_token))
+                with torch.no_grad():
+                    y = layer.to(at.device)(*inputs, there, chosen)
+                want = _dense(x.double(), ids, p.double(), layer.to("cpu").weights, pairs, of_token)
+                yield compare(f"{case}, T {T}", y, want, limit)
+
+
+def _dense(
+    x: Tensor, ids: Tensor, p: Tensor, w: ExpertWeights, pairs: tuple[Adapter, ...] = (), adapter: Tensor | None = None
+) -> Tensor:
+    """The layer in x's dtype, one slot after the other; with adapters of both projections, see `NVFP4Experts`."""
+    values = [
+        nvfp4.dequantize(m.codes, m.block_scales(), m.row_scales()).to(x.dtype)[..., : m.K] for m in (w.w13, w.w2)
+    ]
+
+    @cache
+    def matrices(e: int, s: int | None) -> list[Tensor]:
+        if not pairs or s == -1:
+            return [m[e] for m in values]
+        of = e if s is None else (e, s)
+        return [m[e] + b[of].to(m) @ a[of].to(m) for m, (a, b) in zip(values, pairs, strict=True)]
+
+    rows = []
     for t in range(len(x)):
-        y = x.new_zeros(m2.N)
+        y = x.new_zeros(w.hidden_size)
         for j, e in enumerate(ids[t].tolist()):
             if 0 <= e < w.num_experts:
-                w13 = nvfp4.dequantize(m13.codes[e], m13.block_scales()[e], scales[e]).to(x.dtype)[:, : m13.K]
-                w2 = nvfp4.dequantize(m2.codes[e], m2.block_scales()[e], m2.global_scale[e]).to(x.dtype)[:, : m2.K]
+                w13, w2 = matrices(e, None if adapter is None else int(adapter[t]))
                 y = y + p[t, j] * (w2 @ w.gate((w13 @ x[t])[None])[0])
         rows.append(y)
     return torch.stack(rows)
@@ -502,8 +542,8 @@ def _repeated(at: Place, here: NVFP4Experts | NVFP4Linear, batch: list[Tensor]) 
 
 GROUPS: dict[str, Callable[[Place], Iterator[Case]] | Callable[[Place], Findings]] = {
     "gates": gates, "w4a4": w4a4, "routing": routing, "sizes": sizes, "linears": linears, "joined": joined,
-    "gradients": gradients, "top_k": top_k, "router_linear": router_linear, "merged_codes": merged_codes,
-    "repeated": repeated,
+    "adapters": adapters, "gradients": gradients, "top_k": top_k, "router_linear": router_linear,
+    "merged_codes": merged_codes, "repeated": repeated,
 }  # fmt: skip
 QUICK = ("gates", "w4a4", "routing", "repeated")
 
@@ -513,7 +553,7 @@ def findings(at: Place, name: str) -> Findings:
     group: Any = GROUPS[name]
     yield from (
         group(at)
-        if group in (joined, gradients, top_k, router_linear, merged_codes, repeated)
+        if group in (joined, adapters, gradients, top_k, router_linear, merged_codes, repeated)
         else check(at, group(at))
     )
 

@@ -438,7 +438,10 @@ def test_ops_pass_torchs_own_check():
             args = (x, torch.rand(4, 64), a, b, None, *own)
             check(ops.up, args)
             h = ops.up(*args)[0]
-        g = group_by_expert(ids, 4, torch.tensor([1, -1, 0, 2, 1]), 3)
+        chosen = torch.tensor([1, -1, 0, 2, 1])
+        for adapters in (0, 1, 3):
+            check(ops.group, (ids, chosen if adapters else None, 4, adapters, "reference"))
+        g = group_by_expert(ids, 4, chosen, 3)
         by_token = (g.order, g.offsets, g.position, g.parts, g.bare, 2, x.dtype, *rest)
         check(ops.up, (x, None, torch.randn(4, 3, 8, 64), torch.randn(4, 3, w.w13.codes.shape[1], 8), None, *by_token))
         args = (h, p, None, torch.rand(4, h.shape[1]), None, None, None, *own)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_nvfp4 import NVFP4Experts
+from moe_nvfp4 import NVFP4Experts, stages
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.cli import main
 from moe_nvfp4.kernels.cpu import CPU
@@ -164,6 +164,15 @@ SPOILT = {  # group, function, what its arguments become
     "a linear's bias": ("linears", "linear", lambda x, w: (x, w._replace(matrix=w.matrix._replace(bias=None)))),
     "a linear's scale": ("linears", "linear", lambda x, w: (x, w._replace(input_scale=None))),
 }
+
+
+def test_adapters_that_change_places_are_found(monkeypatch):
+    """Products that take each expert's first adapter for its second."""
+    right, other = stages.grouped_mm, torch.arange(15).view(5, 3)[:, [1, 0, 2]].flatten()
+    monkeypatch.setattr(stages, "grouped_mm", lambda a, b, offsets: right(a, b[other] if len(b) == 15 else b, offsets))
+    place = cases.Place(cases.named("reference"), torch.device("cpu"), quick=True)
+    found = [(finding.case[:3], finding.right) for finding in cases.findings(place, "adapters")]
+    assert found == [("one", True)] * 4 + [("3 o", True)] + [("3 o", False)] * 3  # a token alone has none
 
 
 @needs_library

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
 
+from moe_nvfp4.backends import Device  # noqa: E402
 from moe_nvfp4.integrations.vllm import engine, method  # noqa: E402
 from moe_nvfp4.integrations.vllm.placement import Placement  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
@@ -216,25 +217,34 @@ def test_what_cannot_run_is_refused_by_name(monkeypatch, ranks, graphs, device, 
 
 
 @pytest.mark.parametrize(
-    ("device", "graphs", "dtype", "capability", "sizes", "text"),
+    ("device", "graphs", "dtype", "capability", "sizes", "slots", "text"),
     [
-        ("cuda", True, torch.float16, (9, 0), (64, 32), "in bf16.*here are torch.float16, 9.x and 64 and 32 channels"),
-        ("cuda", True, torch.bfloat16, (8, 0), (64, 32), "8.x and 64 and 32 channels: add --enforce-eager"),
-        ("cuda", True, torch.bfloat16, (12, 0), (64, 32), "12.x"),
-        ("cuda", True, torch.bfloat16, (9, 0), (64, 36), "64 and 36 channels"),
-        ("cuda", True, torch.bfloat16, (10, 0), (64, 32), None),
-        ("cuda", False, torch.float16, (8, 0), (64, 36), None),
-        ("cpu", True, torch.float32, None, (64, 36), None),
+        ("cuda", True, torch.float32, (9, 0), (64, 32), 0, "in bf16.*here are torch.float32, 9.x and 64 and 32 chan"),
+        ("cuda", True, torch.bfloat16, (8, 0), (64, 32), 65, "here 4160.* 8.x and 64 and 32 channels: add --enforce-e"),
+        ("cuda", True, torch.bfloat16, (12, 0), (64, 32), 65, "12.x"),
+        ("cuda", True, torch.bfloat16, (9, 0), (64, 36), 65, "64 and 36 channels"),
+        ("cuda", True, torch.bfloat16, (10, 0), (64, 32), 65, None),
+        ("cuda", True, torch.float16, (8, 0), (64, 36), 64, None),
+        ("cuda", True, torch.bfloat16, (12, 0), (64, 36), 0, None),
+        ("cuda", False, torch.float32, (8, 0), (64, 36), 0, None),
+        ("cpu", True, torch.float32, None, (64, 36), 0, None),
     ],
 )
-def test_graphs_that_adapters_would_break_are_refused(monkeypatch, device, graphs, dtype, capability, sizes, text):
+def test_graphs_that_adapters_would_break_are_refused(
+    monkeypatch, device, graphs, dtype, capability, sizes, slots, text
+):
+    """Only what Triton does not add and torch cannot without waiting."""
     from vllm.config import CUDAGraphMode
 
     mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.NONE
-    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    lora = SimpleNamespace(max_loras=slots) if slots else None
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode), lora_config=lora)
     monkeypatch.setattr(engine, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    refuse = lambda: engine.refuse_graphs(SimpleNamespace(layer_name="layer"), torch.device(device), dtype, sizes)
+    found = Device("cuda", "a GPU", capability, frozenset({"triton"}))
+    monkeypatch.setattr(Device, "of", lambda device: found)
+    layer = SimpleNamespace(layer_name="layer")
+    refuse = lambda: engine.refuse_graphs(layer, torch.device(device), dtype, sizes, 64)
     if text is None:
         return refuse()
     with pytest.raises(NotImplementedError, match=f"layer: .*{text}"):
