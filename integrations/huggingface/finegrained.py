@@ -245,6 +245,13 @@ def _computes(module: Any) -> tuple:
 def _check_own(module: Any) -> None:
     """NotImplementedError if a part of the module's computation was replaced, as adapters do."""
     check_plain(module, type(module).__name__)
+    if module.training and torch.is_grad_enabled():  # transformers gives all of them requires_grad
+        for name, p in module._parameters.items():
+            if name.endswith("_bias") and p is not None and p.requires_grad:
+                raise NotImplementedError(
+                    f"{name} of {type(module).__name__} has requires_grad, and would get no gradients from "
+                    f"{IMPLEMENTATION!r}: call requires_grad_(False), or {INSTEAD} train them"
+                )
     for name in ("_moe_operands", "expert_linear"):
         if name in vars(module) or getattr(type(module), name) is not getattr(_class(module), name):
             raise NotImplementedError(

@@ -98,7 +98,7 @@ def make(request):
                 p.data = (torch.rand(p.shape, generator=g) + 0.5) * (0.01 if "input" in name else 0.1)
             else:
                 p.data = torch.randn(p.shape, generator=g)
-        return module
+        return module.eval()  # as loaded models are
 
     return build
 
@@ -394,6 +394,18 @@ def test_adapters_that_come_later_are_refused_too(make):
     lora(module)
     with pytest.raises(NotImplementedError, match="_moe_operands was replaced"):
         module(x, ids, weights)
+
+
+def test_biases_are_not_trained_without_a_word(make):
+    module = make("bf16", has_bias=True).train()
+    x, ids, weights = inputs(module)
+    with pytest.raises(NotImplementedError, match="gate_up_proj_bias.*has requires_grad, and would get no gradients"):
+        module(x, ids, weights)
+    with torch.no_grad():
+        y = module(x, ids, weights)
+    for name in ("gate_up_proj_bias", "down_proj_bias"):
+        module.get_parameter(name).requires_grad_(False)
+    assert torch.equal(module(x, ids, weights), y)
 
 
 def test_compiled_after_the_first_call(make):
