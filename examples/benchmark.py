@@ -1,7 +1,8 @@
 """4-bit experts on a GPU against transformers' bf16 experts: one layer, cold L2, CUDA-graph replay.
 
 python examples/benchmark.py [--shapes qwen,mixtral,deepseek,gptoss] [--tokens 1,4,16,64,256,1024,4096,16384]
-                             [--backend portable] [--linears] [--peer module] [--json file] [--plot file.png]
+                             [--backend portable] [--linears] [--adapters rank] [--peer module] [--json file]
+                             [--plot file.png]
 
 Each number is the median of replays of a captured call. Before each replay, L2 is filled by writing (so that
 nothing of ours is in it) and then by reading (so that no dirty lines are left for the next kernel to
@@ -11,7 +12,8 @@ or of the arithmetic at --tflops, whichever is longer. The defaults of both were
 bf16 matrix product).
 
 --backend runs kernels that would not be chosen on this GPU (MOE_NVFP4_BACKEND). --linears measures `NVFP4Linear`
-against torch's bf16 linear instead of experts.
+against torch's bf16 linear instead of experts, --adapters experts with LoRA adapters of a rank: one for all tokens, and
+four of which each token has one.
 
 A peer is a module with `make(w13 [E, 2I, H], w2 [E, H, I]) -> f(x [T, H], ids [T, top_k], weights) -> [T, H]`,
 given dense bf16 weights.
@@ -30,6 +32,7 @@ from moe_nvfp4 import ready
 from moe_nvfp4.bench import CudaClock, Shape, dense_experts, random_experts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import moe_forward
+from moe_nvfp4.stages import Adapter
 
 DEVICE = torch.device("cuda")
 SHAPES = {  # name: (title, H, I, E, top_k, dtype of its routing weights in transformers)
@@ -105,6 +108,32 @@ def measure_linears(token_counts, clock, roof):
             print(f"| {title} ({N}, {K}) | {T} | {numbers} |", flush=True)
 
 
+def measure_adapters(names, token_counts, rank, clock):
+    """Print a table of layers with adapters of experts, beside those without."""
+    print("| layer (H, I, E, k) | T | without, us | one adapter, us | four, us | bf16 without, us |")
+    print("|---|--:|--:|--:|--:|--:|")
+    for name in names:
+        title, H, I, E, top_k, dtype = SHAPES[name]
+        layer, bf16 = random_experts(shape := Shape(H, I, E, top_k), DEVICE), dense_experts(shape, DEVICE)
+        adapters = {}
+        for several in (0, 4):
+            each = (E, several) if several else (E,)
+            sizes = ((rank, H), (2 * I, rank)), ((rank, I), (H, rank))
+            random = lambda *shape: torch.randn(shape, device="cuda").bfloat16() * 0.02
+            adapters[several] = tuple((Adapter(*(random(*each, *shape) for shape in pair)),) for pair in sizes)
+            ready.prepare(layer, top_k, adapters=(rank, several))
+        for T in token_counts:
+            torch.manual_seed(T)
+            scores, ids = torch.rand(T, E, device="cuda").topk(top_k)
+            batch = torch.randn(T, H, device="cuda").bfloat16(), ids, scores.to(dtype)
+            calls = (
+                partial(layer, *batch), partial(layer, *batch, adapters[0]),
+                partial(layer, *batch, adapters[4], torch.arange(T, device="cuda") % 4), partial(bf16, *batch),
+            )  # fmt: skip
+            us = " | ".join(f"{1e6 * clock(call):.1f}" for call in calls)
+            print(f"| {title} ({H}, {I}, {E}, {top_k}), rank {rank} | {T} | {us} |", flush=True)
+
+
 def make_peer(module, E, H, I):
     w13 = torch.randn(E, 2 * I, H, device="cuda", dtype=torch.bfloat16) * 0.02
     w2 = torch.randn(E, H, I, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -141,6 +170,7 @@ def main():
     parser.add_argument("--tflops", type=float, default=790, help="TFLOP/s of the roof")
     parser.add_argument("--backend", help="one of moe_nvfp4.backends")
     parser.add_argument("--linears", action="store_true")
+    parser.add_argument("--adapters", type=int, metavar="RANK", help="a multiple of 8")
     parser.add_argument("--json")
     parser.add_argument("--plot")
     arguments = parser.parse_args()
@@ -155,6 +185,8 @@ def main():
     print(f"launching an empty graph is {1e6 * clock(torch.ones(1, device=DEVICE).zero_):.1f} us of every number\n")
     if arguments.linears:
         return measure_linears(counts, clock, roof)
+    if arguments.adapters:
+        return measure_adapters(arguments.shapes.split(","), counts, arguments.adapters, clock)
     peers = "".join(f" {peer} us |" for peer in arguments.peer)
     print(f"| layer (H, I, E, k) | T | W4A16 us | TB/s | TFLOP/s | of the roof | W4A4 us | bf16 us |{peers} x bf16 |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|" + "--:|" * (len(arguments.peer) + 1))
