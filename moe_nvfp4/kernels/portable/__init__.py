@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_nvfp4.kernels.backend import Backend, Device, Problem, dequantized, not_installed
 from moe_nvfp4.routing import Groups
-from moe_nvfp4.weights import Gate, Matrices
+from moe_nvfp4.weights import Gate, LinearWeights, Matrices
 
 
 class Portable(Backend):
@@ -80,7 +80,8 @@ BACKEND = Portable()
 
 
 class BesidePortable(Backend):
-    """A backend with GEMMs of its own, which leaves what is between them to Triton, where that is installed."""
+    """A backend with GEMMs of its own, which leaves what is between them, and linears that are not in its layout, to
+    Triton, where that is installed."""
 
     sorts, adds = Portable.sorts, Portable.adds
 
@@ -99,6 +100,16 @@ class BesidePortable(Backend):
     def gate_gradient(self, gate: Gate, w13_out: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
         return _steps(w13_out, super()).gate_gradient(gate, w13_out, dh)
 
+    def linear(self, x: Tensor, weights: LinearWeights) -> Tensor:
+        # Offloaded weights, which a hook brings for each call, cannot be prepared. Packing them each time would take
+        # longer than the Triton kernels, which read the checkpoint's layout.
+        unprepared = weights.matrix.layout is None and _has_triton(x)
+        return (BACKEND if unprepared else super()).linear(x, weights)
+
 
 def _steps(t: Tensor, otherwise: Any) -> Any:
-    return BACKEND if t.device.type != "cpu" and "triton" in Device.of(t.device).packages else otherwise
+    return BACKEND if t.device.type != "cpu" and _has_triton(t) else otherwise
+
+
+def _has_triton(t: Tensor) -> bool:
+    return "triton" in Device.of(t.device).packages

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.kernels.backend import Device, Problem, dequantized, not_installed, other_gpu
-from moe_nvfp4.kernels.portable import BACKEND as portable
 from moe_nvfp4.kernels.portable import BesidePortable
-from moe_nvfp4.weights import LinearWeights, Matrices
+from moe_nvfp4.weights import Matrices
 
 
 class Blackwell(BesidePortable):
@@ -43,11 +42,6 @@ class Blackwell(BesidePortable):
         from moe_nvfp4.kernels.sm100.pack import unpack
 
         return unpack(packed, *note)
-
-    def linear(self, x: Tensor, weights: LinearWeights) -> Tensor:
-        # As on Hopper: Triton's kernels read weights that a hook brings for each call as they are.
-        unprepared = weights.matrix.layout is None and "triton" in Device.of(x.device).packages
-        return (portable if unprepared else super()).linear(x, weights)
 
     def values(self, weights: Matrices) -> Matrices:
         from moe_nvfp4.kernels.sm100.pack import unpack

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_nvfp4.kernels.backend import Device, Problem, dequantized, not_installed, other_gpu
 from moe_nvfp4.kernels.portable import BACKEND as portable
 from moe_nvfp4.kernels.portable import BesidePortable
-from moe_nvfp4.weights import LinearWeights, Matrices
+from moe_nvfp4.weights import Matrices
 
 
 class Hopper(BesidePortable):
@@ -50,12 +50,6 @@ class Hopper(BesidePortable):
         from moe_nvfp4.kernels.sm90.pack import unpack
 
         return unpack(packed.view(torch.int32), *note)
-
-    def linear(self, x: Tensor, weights: LinearWeights) -> Tensor:
-        # Offloaded weights, which a hook brings for each call, cannot be prepared. Packing them each time would take
-        # longer than the Triton kernels, which read the checkpoint's layout.
-        unprepared = weights.matrix.layout is None and "triton" in Device.of(x.device).packages
-        return (portable if unprepared else super()).linear(x, weights)
 
     def joins(self, parts: tuple[int, ...]) -> bool:
         return all(N % 128 == 0 for N in parts[:-1])  # the rows of a warpgroup, 64 or 128, have one global scale
