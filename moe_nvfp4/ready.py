@@ -17,6 +17,7 @@ from moe_nvfp4.kernels import offload
 from moe_nvfp4.kernels.calls import Call, compile_ahead
 from moe_nvfp4.kernels.common import ahead
 from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.stages import padded_rank
 
 
 def prepare(
@@ -38,6 +39,8 @@ def prepare(
     disk. MOE_NVFP4_COMPILE=lazy leaves compiling to the calls. Returns how many kernels were compiled.
     """
     calls: dict[torch.device, list[tuple[Backend, Call]]] = defaultdict(list)
+    if adapters is not None:
+        adapters = padded_rank(adapters[0]), adapters[1]
     for module in model.modules():
         if isinstance(module, NVFP4Experts):
             module.prepare(dtype)

@@ -405,15 +405,19 @@ def _times_windows(rows: Tensor, weights: Matrices, offsets: Tensor | None, back
 # ---- adapters ------------------------------------------------------------------------------------
 
 
+def padded_rank(rank: int) -> int:
+    """The rank that `joined` brings an adapter to: a multiple of 8, which torch's grouped product needs."""
+    return -(-rank // 8) * 8
+
+
 def joined(adapters: tuple[Adapter, ...], dtype: torch.dtype) -> Adapter | tuple[None, None]:
-    """The adapters of one projection as a single one, in `dtype`, with a rank that torch's grouped product accepts: a
-    multiple of 8. They are added; each may be several, of which a token has one."""
+    """The adapters of one projection as a single one, in `dtype` and with a `padded_rank`. They are added; each may be
+    several, of which a token has one."""
     if not adapters:
         return None, None
     a = torch.cat([adapter.a for adapter in adapters], dim=-2) if len(adapters) > 1 else adapters[0].a
     b = torch.cat([adapter.b for adapter in adapters], dim=-1) if len(adapters) > 1 else adapters[0].b
-    missing = -a.shape[-2] % 8
-    if missing:
+    if missing := padded_rank(a.shape[-2]) - a.shape[-2]:
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
     return Adapter(a.to(dtype).contiguous(), b.to(dtype).contiguous())
 

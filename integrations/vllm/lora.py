@@ -27,7 +27,7 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 from moe_nvfp4.integrations.vllm.adapters import LAYER, Pair, adapters_of, adapters_of_linears, check_config
 from moe_nvfp4.ops import Adapter
 from moe_nvfp4.ready import prepare
-from moe_nvfp4.stages import joined
+from moe_nvfp4.stages import joined, padded_rank
 
 OF_LAYER = re.compile(rf"(?P<layer>{LAYER.pattern})(?:.*\.)?experts(?P<rest>|\.base_layer|\.\d+\.\w+)")
 
@@ -45,7 +45,7 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         self.method = base_layer.routed_experts.quant_method
 
     def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
-        experts, rank = self.base_layer.routed_experts.nvfp4, -(-lora_config.max_lora_rank // 8) * 8
+        experts, rank = self.base_layer.routed_experts.nvfp4, padded_rank(lora_config.max_lora_rank)
         E, H, I = experts.num_experts, experts.hidden_size, experts.intermediate_size
 
         def slots(N: int, K: int) -> Adapter:

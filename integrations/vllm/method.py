@@ -169,7 +169,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
                 loader.read(self.folder, partial(engine.local_expert, layer), coming)
             loader.finish()
         beside = self.device if layer.nvfp4.on_cpu and self.device.type != "cpu" else None
-        ranks = {-(-a.shape[1] // 8) * 8 for pairs in self.adapters for a, _ in pairs}  # as `stages.joined` pads them
+        ranks = {a.shape[1] for pairs in self.adapters for a, _ in pairs}
         for adapters in [(rank, 0) for rank in ranks] or [None]:
             prepare(loader.experts, self.moe.experts_per_token, self.moe.in_dtype, beside, adapters)
         if again:

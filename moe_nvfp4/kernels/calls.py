@@ -118,13 +118,16 @@ def _experts(backend: Backend, call: Call, w: ExpertWeights) -> None:
 
 
 def _stages(backend: Backend, call: Call, w: ExpertWeights) -> None:
-    """The products of `stages`: GEMM 1 does not depend on top_k, GEMM 2 may get one slot."""
+    """Sorting and the products of `stages`: GEMM 1 does not depend on top_k, GEMM 2 may get one slot."""
     E, H, I, quantized, fp32 = w.num_experts, w.hidden_size, w.intermediate_size, w.quantized, torch.float32
     offsets, first = _empty((E + 1,), torch.int32), replace(w, h_scale=None)
     if call.adapters is not None:  # they add to the sums before the gate
         first = replace(first, gate=Gate("raw", gated=w.gate.gated))
-    for ids, T in product(call.ids, call.counts(call.top_k)):
-        _grouped(backend, _empty((T, call.top_k), ids), E, None, 0)
+    several = 0 if call.adapters is None else call.adapters[1]
+    for ids, chosen, T in product(call.ids, call.ids if several else (None,), call.counts(call.top_k)):
+        if T * call.top_k <= backend.sorts:  # else plain torch
+            adapter = None if chosen is None else _empty((T,), chosen)
+            backend.group(_empty((T, call.top_k), ids), E, adapter, several)
     for R, dtype in product(call.counts(rows=call.top_k), {call.dtype, fp32} if w.quantizes_h else {call.dtype}):
         groups, x = Groups(_empty((R,), torch.int32), offsets, 1), _empty((R, H), call.dtype)
         for index in (groups.order, None):
@@ -143,12 +146,9 @@ def _stages(backend: Backend, call: Call, w: ExpertWeights) -> None:
 
 
 def _adapters(backend: Backend, call: Call, w: ExpertWeights, rank: int, several: int) -> None:
-    """What `stages` does with adapters besides."""
+    """What `stages` does with adapters after the products."""
     E, H, I, N13, dtype, int32 = w.num_experts, w.hidden_size, w.intermediate_size, w.w13.N, call.dtype, torch.int32
     G = E * max(1, several)
-    for ids, T in product(call.ids if several else (), call.counts(call.top_k)):
-        for chosen in call.ids:
-            _grouped(backend, _empty((T, call.top_k), ids), E, _empty((T,), chosen), several)
     for R in call.counts(rows=call.top_k):
         bare, order, offsets = _empty((R,), torch.bool), _empty((R,), int32), _empty((G + 1,), int32)
         for N, K, where in ((N13, H, (order, call.top_k, None)), (H, I, (None, 1, order))):
@@ -160,11 +160,6 @@ def _adapters(backend: Backend, call: Call, w: ExpertWeights, rank: int, several
             backend.gate(w.gate, _empty((R, N13), dtype))
     for T, router in product(call.counts(call.top_k), call.router):
         backend.combine(_empty((T * call.top_k, H), dtype), _empty((T, call.top_k), router))
-
-
-def _grouped(backend: Backend, ids: Tensor, E: int, adapter: Tensor | None, several: int) -> None:
-    if ids.numel() <= backend.sorts:  # else plain torch
-        backend.group(ids, E, adapter, several)
 
 
 def _quantized(

@@ -200,9 +200,12 @@ def check(at: Place, cases: Iterable[Case]) -> Findings:
 
 def compile_for(at: Place, cases: list[Case]) -> None:
     """Compile the kernels of these cases, in several processes."""
+    _compile(at, (case.call(at) for case in cases if len(case.inputs[0])))
+
+
+def _compile(at: Place, calls: Iterable[Call]) -> None:
     if at.device.type == "cuda":
-        calls = [(at.backend, case.call(at)) for case in cases if len(case.inputs[0])]
-        compile_ahead(calls, Gpu.of(at.device), progress=False)
+        compile_ahead([(at.backend, call) for call in calls], Gpu.of(at.device), progress=False)
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -372,7 +375,10 @@ def adapters(at: Place) -> Findings:
                 for N, K in ((w.w13.N, 192), (192, 144))
             )
             there = tuple((Adapter(*(t.to(at.device) for t in pair)),) for pair in pairs)
-            for T in (*TOKENS, *([MANY] if dtype == torch.bfloat16 else [])):
+            tokens = (*TOKENS, MANY) if dtype == torch.bfloat16 else TOKENS
+            layer.to(at.device).prepare(dtype)
+            _compile(at, (Call.of(layer.weights, dtype, 2, True, T, (rank, several)) for T in tokens))
+            for T in tokens:
                 x, ids, p = batch_of(T, 192, 5, 2, dtype)
                 of_token = torch.arange(T) % (several + 1) - 1 if several else None  # -1: none
                 *inputs, chosen = (t if t is None else t.to(at.device) for t in (x, ids, p, of_token))
