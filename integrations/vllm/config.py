@@ -35,6 +35,7 @@ VLLM = "vllm"
 LINEARS = (NAME, VLLM)
 FORM = "moe_nvfp4_from"  # the key that `convert` adds to a quantization_config, which vLLM may read again
 OPTIONS = ("activations", "recipe", "exclude", "linears", "adapter", "cpu_experts")
+VALUES = {"activations": ACTIVATIONS, "recipe": RECIPES, "linears": LINEARS}  # of the options that have few
 
 
 def version() -> tuple[int, ...]:
@@ -98,7 +99,7 @@ class MoeNvfp4Config(QuantizationConfig):
         from vllm.platforms import current_platform
 
         if user_quant != NAME and not (user_quant is None and current_platform.is_cpu()):
-            if getattr(hf_config, NAME, None):
+            if told(hf_config):
                 raise ValueError(f"--hf-overrides has options of {NAME}, which does not run: add --quantization {NAME}")
             return None
         try:  # unless the user asked for us, errors in other tools' configs are not ours to raise
@@ -152,7 +153,7 @@ class MoeNvfp4Config(QuantizationConfig):
                 raise ValueError(f"moe_nvfp4: exclude={value!r}: it is a list of names or wildcards")
             if key == "adapter" and not isinstance(value, str):
                 raise ValueError(f"moe_nvfp4: adapter={value!r}: it is the folder of one adapter")
-            known = {"activations": ACTIVATIONS, "recipe": RECIPES, "linears": LINEARS}.get(key)
+            known = VALUES.get(key)
             if key not in OPTIONS or (known and value not in known):
                 rule = f"{key} must be one of {', '.join(known)}" if known else f"options are {', '.join(OPTIONS)}"
                 raise ValueError(f"moe_nvfp4: {key}={value!r}: {rule}")
@@ -171,7 +172,7 @@ class MoeNvfp4Config(QuantizationConfig):
         from vllm.platforms import current_platform
 
         _check_overrides(hf_config)
-        self.choose(getattr(hf_config, NAME, None) or {})
+        self.choose(told(hf_config))
         if self.placement.wanted == "auto" and current_platform.is_cpu():
             raise no_gpu()
         if self.adapter is not None:
@@ -324,12 +325,17 @@ class MoeNvfp4Config(QuantizationConfig):
             self.ignore += [name.removesuffix(".weight") for name in names]
 
 
+def told(hf_config: Any) -> dict[str, Any]:
+    """The options in --hf-overrides."""
+    return getattr(hf_config, NAME, None) or {}
+
+
 def _check_overrides(hf_config: Any) -> None:
     """ValueError for options under another key of --hf-overrides, which transformers takes for one of the model's."""
     said = vars(hf_config) if hf_config is not None else {}
-    known = {"activations": ACTIVATIONS, "recipe": RECIPES, "linears": LINEARS}  # a model's may have other values
     other = [key for key in difflib.get_close_matches(NAME, said, cutoff=0.8) if key != NAME]
-    other += [key for key in said if said[key] in tuple(known.get(key, ())) or key == "cpu_experts"]
+    # a model's own key of that name has other values
+    other += [key for key in said if said[key] in tuple(VALUES.get(key, ())) or key == "cpu_experts"]
     if other:
         raise ValueError(
             f"--hf-overrides: {other[0]!r} is not an option of {NAME}: these go under its name, "

@@ -28,7 +28,7 @@ from moe_nvfp4.backends import Device, named
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.integrations.placement import COPIED, SCRATCH
 from moe_nvfp4.integrations.vllm import NAME
-from moe_nvfp4.integrations.vllm.config import READERS, version
+from moe_nvfp4.integrations.vllm.config import READERS, told, version
 from moe_nvfp4.integrations.vllm.loading import check_folder, checked
 from moe_nvfp4.integrations.vllm.unwritten import Converted, tensors
 from moe_nvfp4.quantize.dialects.compressed_tensors import FORMAT
@@ -371,8 +371,7 @@ def _checking(reload: Callable[..., None]) -> Callable[..., None]:
                 weights_iterator = checked(weights_iterator, config.info)
             elif weights_path is not None:
                 model = self.vllm_config.model_config
-                told = (getattr(model.hf_config, NAME, None) or {}).get("activations")
-                check_folder(weights_path, config.info, model.model, told)
+                check_folder(weights_path, config.info, model.model, told(model.hf_config).get("activations"))
         reload(self, weights_iterator, weights_path, is_checkpoint_format)
 
     reload_weights.checks = True  # type: ignore[attr-defined]

@@ -287,24 +287,26 @@ def check_folder(
 
     activations  those that the server was told to use, whatever the files were made for
     """
-    headers = lambda path: open_checkpoint(path).tensors if any(Path(path).glob("*.safetensors")) else {}
-    if not (tensors := headers(folder)):
+    opened = lambda path: open_checkpoint(path) if any(Path(path).glob("*.safetensors")) else None
+    if (new := opened(folder)) is None or not (tensors := new.tensors):
         return
     for name, stored in tensors.items():
         check_form(name, TORCH_DTYPES.get(stored.dtype), info)
-    for name, old in headers(before).items():
+    if (server := opened(before)) is None or not server.tensors:
+        return
+    for name, old in server.tensors.items():
         if name not in tensors and info is not None and name.endswith(f".{info.dialect.global_scale}"):
             raise ValueError(f"{folder} lacks {name}, which {before} has, {OTHER}")
         if name in tensors and tensors[name].shape != old.shape:
             shapes = list(tensors[name].shape), list(old.shape)
             raise ValueError(f"{name} is {shapes[0]} in {folder}, and {shapes[1]} in {before}, {OTHER}")
-    if info is not None and activations is None and headers(before):
-        new, old = (made_for(open_checkpoint(path).config) for path in (folder, before))
-        if new != old:
-            raise ValueError(f"{folder} was made for activations {new!r}, and {before} for {old!r}, {OTHER}")
+    if info is not None and activations is None:
+        now, then = (_activations(files.config) for files in (new, server))
+        if now != then:
+            raise ValueError(f"{folder} was made for activations {now!r}, and {before} for {then!r}, {OTHER}")
 
 
-def made_for(config: Mapping[str, Any]) -> str | None:
+def _activations(config: Mapping[str, Any]) -> str | None:
     """The activations that the NVFP4 files with this config.json were made for; None if it does not say."""
     info = read_config(config)
     own = (config.get("quantization_config") or {}).get("moe_nvfp4") or {}
