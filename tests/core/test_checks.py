@@ -66,8 +66,7 @@ def arguments(op, activations, static, bias):
         return [x, ids, p, w.w13.bias, w.w2.bias, w.biased(None, None).tensors(), spec]
     several = (2,) if static else ()  # adapters of which a token has one
     if several:
-        groups = group_by_expert(ids, E, torch.randint(-1, 2, (T,)), *several)
-    groups = groups.with_position() if static else groups
+        groups = group_by_expert(ids, E, torch.randint(-1, 2, (T,)), *several).with_position()
     own = [groups.order, groups.offsets, groups.position, groups.parts, groups.bare, K, torch.float32]
     exact = lambda *shape: torch.randint(1, 9, shape) / 8
     first = [x, exact(E, H), None, None, w.w13.bias, *own, w.biased(None, w.w2.bias).tensors(), spec]

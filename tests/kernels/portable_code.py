@@ -35,6 +35,7 @@ from tests.common import reference_layer, reference_rows, relative_error
 from tests.emulator import EmulatorError, emulate
 from tests.emulator.launch import Far
 from tests.emulator.mistakes import unnoticed
+from tests.kernels.test_adapters import naive
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120, 121)
 OAI = Gate("silu", alpha=1.702, limit=0.7, up_offset=1.0)
@@ -80,11 +81,15 @@ class Launches:
 
     def __enter__(self):
         self.kept = backend.launch
-        adapters.launch = backend.launch = dense.launch = merge.launch = router.launch = self
+        self.put(self)
         return self
 
     def __exit__(self, *_):
-        adapters.launch = backend.launch = dense.launch = merge.launch = router.launch = self.kept
+        self.put(self.kept)
+
+    def put(self, launch):
+        for module in (adapters, backend, dense, merge, router):
+            module.launch = launch
 
 
 def in_memory(value):
@@ -205,11 +210,8 @@ def low_rank(schedule, S, T=9, E=3, K=200, N=72, rank=24):
     ids, of_token = torch.randint(-1, E + 1, (T, 2)), torch.arange(T) % (S + 1) - 1 if S else None
     x, out, several = torch.randn(T, K).bfloat16(), torch.randn(2 * T, N).bfloat16(), (S,) if S else ()
     pair = Adapter(*(torch.randn(E, *several, *shape).bfloat16() / 9 for shape in ((rank, K), (N, rank))))
-    want, groups = out.double(), group_by_expert(ids, E, of_token, S).with_position()
-    for row, (at, e) in enumerate(zip(groups.order.tolist(), groups.expert_of_row().tolist(), strict=True)):
-        if e < E and not (S and of_token[at // 2] < 0):
-            a, b = (m[e, of_token[at // 2]] if S else m[e] for m in pair)
-            want[row] += b.double() @ (a.double() @ x[at // 2].double()).bfloat16().double()
+    groups = group_by_expert(ids, E, of_token, S).with_position()
+    want = naive(out, x, pair, groups, of_token.tolist() if S else None, up=True)
     with Launches(schedule):
         found = named("portable").group(ids, E, of_token, S)
         tiles = backend.Routing.of(found, 8)
