@@ -272,19 +272,16 @@ def measure(title, model, device, steps, experts=None, how=nullcontext):
     """One row of each table. experts: decode with this implementation of transformers; how=compiled: time steps of the
     compiled model only."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     row = {"title": title, "GB": weights / 1e9, "batches": {}}
-    for batch in PROMPTS:
-        if experts:
-            model.set_experts_implementation("grouped_mm")  # the last batch left it at `experts`
-        decoder = Decoder(model, batch, steps, device, experts)
-        with how(model):
-            found = decoder.measure()
-        row["batches"][batch] = found if how is compiled else found | decoder.measure_parts(found["step"])
-    if device == "cuda":
-        row["peak"] = torch.cuda.max_memory_allocated() / 1e9
+    with peak(row, device):
+        for batch in PROMPTS:
+            if experts:
+                model.set_experts_implementation("grouped_mm")  # the last batch left it at `experts`
+            decoder = Decoder(model, batch, steps, device, experts)
+            with how(model):
+                found = decoder.measure()
+            row["batches"][batch] = found if how is compiled else found | decoder.measure_parts(found["step"])
+            del decoder
     speeds = ", ".join(f"{batch / b['step']:.0f} tokens/s at batch {batch}" for batch, b in row["batches"].items())
     print(f"{title}: {speeds}", file=sys.stderr, flush=True)
     return row
@@ -292,12 +289,25 @@ def measure(title, model, device, steps, experts=None, how=nullcontext):
 
 def measure_prefill(row, model, device, long):
     """Add to a row what a prompt of `long` tokens takes."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    ids = torch.randint(model.config.vocab_size, (1, long), device=device)
-    row["prefill"] = time_prefill(model, ids, device)
-    if device == "cuda":
-        row["peak"] = max(row["peak"], torch.cuda.max_memory_allocated() / 1e9)
+    with peak(row, device):
+        ids = torch.randint(model.config.vocab_size, (1, long), device=device)
+        row["prefill"] = time_prefill(model, ids, device)
+
+
+@contextmanager
+def peak(row, device):
+    """Set or raise row["peak"], GB: the model's weights and what the context allocates. Another model may be in memory,
+    so what is there before is not counted."""
+    if device != "cuda":
+        yield
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield
+    beside = (torch.cuda.max_memory_allocated() - before) / 1e9
+    row["peak"] = max(row.get("peak", 0.0), row["GB"] + beside)
 
 
 def table(head, rows):

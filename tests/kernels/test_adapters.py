@@ -133,7 +133,8 @@ def test_layers_with_adapters(gate, T):
             if e < E:
                 h = naive_gate(w.gate, (w13[e] @ x[t].double() + b13[e]).tolist(), I)
                 want[t] += p[t, j] * (w2[e] @ torch.tensor(h, dtype=torch.float64) + b2[e])
-    assert relative_error(y, want) < 2 * THRESHOLDS["half"]  # sums are rounded before and after the addition
+    # Of both products, the sum is rounded before and after the addition, and h after the gate
+    assert relative_error(y, want) < 3 * THRESHOLDS["half"]
 
 
 @pytest.mark.parametrize("T", [3, 40])
