@@ -371,8 +371,8 @@ def report_kernels(title, model, device, steps, batch, us, how=nullcontext):
 
 
 @torch.no_grad()
-def benchmark(name, device, steps=64, long=4096):
-    """Measure and print. long: tokens of the prefill."""
+def benchmark(name, device, steps=64, long=4096, compile=True):
+    """Measure and print. long: tokens of the prefill; compile: also with torch.compile, and the kernels of a step."""
     if name not in CONFIGS:
         raise SystemExit(f"--random {name}: choose one of {', '.join(CONFIGS)}")
     if steps < COMPARED or long < 1:
@@ -403,7 +403,8 @@ def benchmark(name, device, steps=64, long=4096):
     whole = build(name, device, "bf16", linears=True)
     shown = [(rows[-1], model, nullcontext)]
     rows.append(whole_row := measure(f"W4A16, {LINEARS}", whole, device, steps))
-    if device == "cuda":
+    compile = compile and device == "cuda"
+    if compile:
         for title, of in (("W4A16, torch.compile", model), (f"W4A16, {LINEARS}, torch.compile", whole)):
             rows.append(measure(title, of, device, steps, how=compiled))
             shown.append((rows[-1], of, compiled))
@@ -412,7 +413,7 @@ def benchmark(name, device, steps=64, long=4096):
         set_activations(model, activations)
         measure_prefill(row, model, device, long)
     measure_prefill(whole_row, whole, device, long)
-    for row, of, how in shown if device == "cuda" else ():
+    for row, of, how in shown if compile else ():
         for batch, b in row["batches"].items():
             report_kernels(row["title"], of, device, steps, batch, b["step"] * 1e6, how)
     of = shown = None

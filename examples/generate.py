@@ -21,13 +21,14 @@ parser.add_argument("--max-new-tokens", type=int, default=60)
 parser.add_argument("--random", metavar="NAME", help="Qwen3-30B-A3B or tiny")
 parser.add_argument("--steps", type=int, default=64, help="with --random: decoding steps")
 parser.add_argument("--prefill", type=int, default=4096, help="with --random: tokens of the long prompt")
+parser.add_argument("--no-compile", action="store_true", help="with --random: no torch.compile, no table of kernels")
 arguments = parser.parse_args()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 if arguments.random:
     from benchmark_model import benchmark
 
-    benchmark(arguments.random, device, arguments.steps, arguments.prefill)
+    benchmark(arguments.random, device, arguments.steps, arguments.prefill, not arguments.no_compile)
     raise SystemExit
 
 name = demo_path() if arguments.model == "demo" else arguments.model
