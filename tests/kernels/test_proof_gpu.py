@@ -36,16 +36,15 @@ if "moe_nvfp4.selftest" in sys.orig_argv:
         tl.store(pointer + (1 << 44), 1)
 
     cases.SECONDS = 20.0
-    backend = type(planted.BACKEND)
-    right = backend.experts
+    right = planted.BACKEND.experts
 
-    def experts(self, x, ids, p, w):
-        y = right(self, x, ids, p, w)
+    def experts(x, ids, p, w):
+        y = right(x, ids, p, w)
         if y.is_cuda:
             {mistake}
         return y
 
-    backend.experts = experts
+    planted.BACKEND.experts = experts  # of its own: others inherit its class
 """
 FLAG = "torch.zeros(1, dtype=torch.int32, device=y.device)"
 MISTAKES = {
@@ -91,7 +90,7 @@ def test_the_self_test_finds_them(mistake, tmp_path, monkeypatch):
     best, *_ = candidates(torch.device("cuda"))
     (tmp_path / "sitecustomize.py").write_text(PLANTED.format(backend=best.name, mistake=mistake))
     monkeypatch.syspath_prepend(tmp_path)
-    group = run_group(best.name, "cuda", "routing", limit=120 if "y[" in mistake else 30)
+    group = run_group(best.name, "cuda", "routing", limit=30 if "hang" in mistake else 120)
     assert any(re.search(MISTAKES[mistake].replace("20 s", "30 s"), finding.why) for finding in group.wrong), group
 
 
