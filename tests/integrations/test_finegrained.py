@@ -17,7 +17,7 @@ from transformers.integrations.moe import ExpertsInterface, use_experts_implemen
 
 from moe_nvfp4.integrations.huggingface import finegrained, prepare_model, set_activations
 from moe_nvfp4.integrations.huggingface.finegrained import IMPLEMENTATION, MODULE, TakenExperts
-from tests.common import THRESHOLDS, python, relative_error
+from tests.common import THRESHOLDS, on_gpu, python, relative_error
 from tests.folders import quantized
 from tests.models import as_bytes, load, logits, qwen3_moe
 
@@ -188,6 +188,29 @@ def test_computes_what_the_parameters_say(make, case, activation_format):
         assert relative_error(module(half, ids, weights), want) < THRESHOLDS["half"]
     got = module(x[None], ids, weights)
     assert got.shape == (1, *x.shape) and torch.equal(got[0], module(x, ids, weights))
+
+
+@on_gpu
+@pytest.mark.parametrize("activation_format", [None, "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(make, case, activation_format):
+    """The same numbers, in a CUDA graph too, without a second copy of the weights."""
+    module = make(activation_format, E=16, H=512, I=256, **CASES[case])
+    x, ids, weights = (t.to(torch.bfloat16) if t.is_floating_point() else t for t in inputs(module, T=40))
+    want = reference(module, x.double(), ids, weights)
+    module.cuda()
+    size = sum(p.numel() * p.element_size() for p in module.parameters())
+    x, ids, weights = x.cuda(), ids.cuda(), weights.cuda()
+    torch.cuda.synchronize()
+    before, graph = torch.cuda.memory_allocated(), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        got = module(x, ids, weights)
+        held = torch.cuda.memory_allocated() - before
+        with torch.cuda.graph(graph):
+            again = module(x, ids, weights)
+    graph.replay()
+    assert relative_error(got.cpu(), want) < (THRESHOLDS["w4a4"] if activation_format is None else 0.01)
+    assert held < size / 4 and torch.equal(got, again)
 
 
 def test_a_norm_of_each_experts_rows(make):
