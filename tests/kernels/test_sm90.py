@@ -199,22 +199,38 @@ def hard_rows(T, K):
     return x
 
 
+SCALES, ONE = (2.0**-6, 1.0, 3e-3, 1e-30, 0.37), (2.0**-6,) * 5
+
+
 @pytest.mark.parametrize(
     "K, static, dtype, four_over_six",
-    [(16, False, torch.bfloat16, False), (16, True, torch.float32, False),
-     (2064, False, torch.float32, False), (2064, True, torch.bfloat16, False),
-     (528, False, torch.float32, True), (528, True, torch.bfloat16, True)],
+    [(16, None, torch.bfloat16, False), (16, SCALES, torch.float32, False),
+     (2064, None, torch.float32, False), (2064, SCALES, torch.bfloat16, False), (2064, ONE, torch.bfloat16, False),
+     (528, None, torch.float32, True), (528, SCALES, torch.bfloat16, True)],
 )  # fmt: skip
 def test_rows_are_quantized_to_the_bit(emulator, K, static, dtype, four_over_six):
     emulator.schedule = "random:1"
-    ids = random_ids([9, 0, 20, 1, 12], 4, 2)
-    x = hard_rows(len(ids), K).to(dtype)
-    scale = torch.tensor([2.0**-6, 1.0, 3e-3, 1e-30, 0.37]) if static else None
-    groups, token, _, rows = sm90.route(ids, 5, 1, x, scale, four_over_six)
-    assert torch.equal(rows.index, groups.order if static else token)
+    same_rows(random_ids([9, 0, 20, 1, 12], 4, 2), K, static, dtype, four_over_six)
+
+
+@pytest.mark.parametrize("static, four_over_six", [(None, False), (SCALES, False), (ONE, False), (ONE, True)])
+def test_rows_of_many_tokens(emulator, static, four_over_six):
+    """They are sorted by a cluster. Where all experts have the same static scale, a token's slots share a row."""
+    emulator.schedule = "random:1"
+    same_rows(random_ids([150, 0, 200, 31, 131], 16, 2), 48, static, torch.bfloat16, four_over_six)
+
+
+def same_rows(ids, K, static, dtype, four_over_six):
+    x, scale = hard_rows(len(ids), K).to(dtype), None if static is None else torch.tensor(static)
+    groups, index, _, rows = sm90.route(ids, 5, 1, x, scale, four_over_six)
+    token, of_slots = groups.order // 2, static is SCALES or static is ONE and ids.numel() <= 512
+    assert torch.equal(index, groups.order if of_slots else token) and torch.equal(rows.index, index)
     exact, exact_scale = reference_rows(x, token, scale, groups, four_over_six)
     assert torch.equal(exact.bfloat16().float().nan_to_num(-1), exact.nan_to_num(-1))
     values, row_scale = (t[rows.index.long()][: len(exact)] for t in (rows.values, rows.scale))
+    if scale is not None:
+        gathered = sm90.gather(rows, groups, early=False, indexed=True).values[: len(exact)]
+        assert torch.equal(gathered.view(torch.int16), values.view(torch.int16))
     for found, right in ((values, exact.bfloat16() + 0), (row_scale, exact_scale)):  # zeros have no sign
         assert torch.equal(found.isnan(), right.isnan())
         number = {2: torch.int16, 4: torch.int32}[found.itemsize]

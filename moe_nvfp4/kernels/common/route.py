@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from moe_nvfp4.kernels.common.warp import sum_of_lanes_before
+from moe_nvfp4.kernels.common.warp import all_equal, sum_of_lanes_before
 
 
 def route_shape(R: int) -> tuple[int, int, int]:
@@ -96,7 +96,7 @@ class Routed(NamedTuple):
     mIds: cute.Tensor  # [R]
     mOrder: cute.Tensor
     mPosition: cute.Tensor
-    mToken: cute.Tensor
+    mToken: cute.Tensor  # the row of x that is read: a token, or an assignment where `quantize` makes rows of those
     mOffsets: cute.Tensor
     mSync: cute.Tensor  # set to zeros, for the GEMMs
 
@@ -151,14 +151,25 @@ class Route:
         if const_expr(self.quantize is None):
             self.group(cta, groups, E, top_k)
         else:
+            slots = self.slots(mScale, top_k)
             if cta < self.ctas:
-                self.group(cta, groups, E, top_k)
+                self.group(cta, groups, E, slots)
             else:
-                self.quantize.rows(cta - self.ctas, self.warps, mX, groups.mIds, mScale, mRows, mRowScale, top_k)
+                each = top_k // slots
+                self.quantize.rows(cta - self.ctas, self.warps, mX, groups.mIds, mScale, mRows, mRowScale, each)
+
+    def slots(self, mScale: cute.Tensor | None, top_k: Int32) -> Int32:
+        """How many slots of a token read the same row of x: one, if its rows have the static scales of experts, unless
+        these are all the same. For few tokens that is not asked: it would take 1.5 us and save nothing."""
+        if const_expr(mScale is None):
+            return top_k
+        if const_expr(self.ctas == 1):
+            return Int32(1)
+        return cutlass.select_(all_equal(mScale), top_k, Int32(1))
 
     @cute.jit
-    def group(self, cta: Int32, groups: Routed, E: Int32, top_k: Int32):
-        """The work of one of the CTAs that sort."""
+    def group(self, cta: Int32, groups: Routed, E: Int32, slots: Int32):
+        """The work of one of the CTAs that sort; `slots` of a token read the same row of x."""
         mIds, mOrder, mPosition, mToken, mOffsets, mSync = groups
         threads, each = self.warps * 32, self.each
         chunk = threads * each
@@ -221,7 +232,7 @@ class Route:
             both = sOrder[i]
             at, row = cta * chunk + (both & ((1 << self.LOCAL) - 1)), both >> self.LOCAL
             mOrder[row] = at
-            mToken[row] = at // top_k
+            mToken[row] = at // slots
         if const_expr(self.ctas > 1):
             cute.arch.cluster_wait()
 

@@ -1,9 +1,9 @@
-"""Reductions and scans over the 32 lanes of a warp."""
+"""Reductions and scans by the 32 lanes of a warp."""
 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 
 def largest_of_lanes(x: Float32, bits: range) -> Float32:
@@ -18,6 +18,15 @@ def sum_of_lanes(x: Int32) -> Int32:
     for bit in range(5):
         x = x + cute.arch.shuffle_sync_bfly(x, 1 << bit)
     return x
+
+
+@cute.jit
+def all_equal(mX: cute.Tensor) -> Boolean:
+    """Whether all numbers of mX [N] are the same, for a whole warp."""
+    same = Boolean(True)
+    for i in cutlass.range(cute.arch.lane_idx(), mX.shape[0], 32, unroll=1):
+        same = same and mX[i] == mX[0]
+    return cute.arch.vote_all_sync(same)
 
 
 @cute.jit

@@ -63,7 +63,7 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     groups, token, sync, rows = route(top_k_index, E, zeros, *((x, w.x_scale, w.four_over_six) if nvfp4 else ()))
     rows = rows or Rows(x, index=token)
     if not plan.config.gathered:
-        rows = gather(rows, groups, early=not nvfp4)
+        rows = gather(rows, groups, early=not nvfp4, indexed=w.x_scale is not None and nvfp4)
     y = x.new_empty(plan.split_k * T * top_k, w.hidden_size, dtype=plan.rows)
     h = x.new_empty(T * top_k, w.intermediate_size, dtype=torch.float32 if plan.config.h is Float32 else x.dtype)
     _gemms(rows, groups, w, h, y, sync, plan)
@@ -200,7 +200,8 @@ def route(
     """(groups as of `routing.group_by_expert`, the token of each row, `sync` zeros for the GEMMs, NVFP4 rows of x).
 
     If x [T, K] is given, its rows are bf16 code * sf [T, K] with fp32 scales [T]; with a static `scale` fp32 [E], they
-    have a row for each assignment instead. Values and scales are those of `reference.quantize_rows`.
+    have a row for each assignment instead, unless it is the same for all experts. Values and scales are those of
+    `reference.quantize_rows`.
 
     An id outside the legal range prints the rule and traps, and the next synchronization raises.
     """
@@ -219,7 +220,7 @@ def route(
         many = planned if scale is None else planned * top_k
         quantize = (x.dtype, scale is not None, *_quantize_shape(K, many, shape[1]), four_over_six)
         values, row_scale = x.new_empty(n, K, dtype=torch.bfloat16), x.new_empty(n, dtype=torch.float32)
-        rows = Rows(values, None, row_scale, token if scale is None else order)
+        rows = Rows(values, None, row_scale, token)
     outputs = (None, None) if rows is None else (rows.values, rows.scale)
     _route(ids.dtype, *shape, *quantize)(ids, order, position, token, offsets, zeros, x, scale, *outputs, E, top_k)
     return groups, token, zeros, rows
@@ -235,19 +236,19 @@ def _route(ids: torch.dtype, ctas: int, warps: int, each: int, x: torch.dtype | 
     return route, tuple(arguments), ARCHITECTURE
 
 
-def gather(rows: Rows, groups: Groups, early: bool = True) -> Rows:
-    """Rows of tokens or of assignments -> [R, K] in grouped order, unrouted ones at the end. Scales are not moved.
-    `early`: the rows were written before the previous kernel."""
+def gather(rows: Rows, groups: Groups, early: bool = True, indexed: bool = False) -> Rows:
+    """Rows of tokens, or, if `indexed`, those that their index names -> [R, K] in grouped order, unrouted ones at the
+    end. Scales are not moved. `early`: the rows were written before the previous kernel."""
     x, R = rows.values, groups.num_rows
     values = x.new_empty(R, x.shape[1])
-    _gather(early)(x, groups.position, values, R // x.shape[0])
+    _gather(early, indexed)(x, rows.index if indexed else groups.position, values, R // x.shape[0])
     return replace(rows, values=values)
 
 
 @CuteKernels
-def _gather(early: bool) -> Any:
+def _gather(early: bool, indexed: bool) -> Any:
     arguments = (launch.rows(BFloat16, 16), launch.vector(Int32), launch.rows(BFloat16, 16), Int32(1))
-    return Gather(early), arguments, ARCHITECTURE
+    return Gather(early, indexed), arguments, ARCHITECTURE
 
 
 def _gemms(rows: Rows, groups: Groups, w: ExpertWeights, h: Tensor, y: Tensor, sync: Tensor, plan: LaunchPlan) -> None:

@@ -75,8 +75,8 @@ def _fp32(x):
 
 class Quantize:
     """x -> NVFP4, with `warps` warps per row and `each` half blocks per lane. A token has its own global scale; if
-    scales are `static`, it becomes a row for each of its slots, with the scale of that slot's expert. A linear has one
-    expert and no slots.
+    scales are `static`, it becomes a row for each of its slots, with the scale of that slot's expert, or one row if the
+    experts share it. A linear has one expert and no slots.
     """
 
     THREADS = 256  # of a CTA, when it is a launch of its own
@@ -105,19 +105,29 @@ class Quantize:
         self.rows(cta, self.THREADS // 32, mX, None, mScale, mRows, mRowScale, Int32(1))
 
     @cute.jit
-    def rows(self, cta: Int32, warps: cutlass.Constexpr, mX, mIds, mScale, mRows, mRowScale, top_k: Int32):
-        """The work of CTA `cta` of `warps` warps: mX bf16 or fp32 [T, K] -> mRows bf16 [T, K] and mRowScale fp32 [T];
-        with static mScale fp32 [E], mRows [R, K] and mRowScale [R]. Without mIds all rows are the first expert's."""
+    def rows(self, cta: Int32, warps: cutlass.Constexpr, mX, mIds, mScale, mRows, mRowScale, slots: Int32):
+        """The work of CTA `cta` of `warps` warps: mX bf16 or fp32 [T, K] -> mRows bf16 [T * slots, K] and mRowScale
+        fp32 [T * slots], with room for more; `slots` is 1 unless `static`, where mScale is fp32 [E] and row r is for
+        expert mIds[r]. Without mIds all rows are the first expert's."""
         tid, _, _ = cute.arch.thread_idx()
-        lane, lanes = tid % (32 * self.warps), 32 * self.warps
-        sLargest = cute.make_tensor(cute.arch.get_dyn_smem(Float32), cute.make_layout(warps))
-        number = cta * (warps // self.warps) + tid // lanes
-        live, row = number < mRows.shape[0], cutlass.min(number, mRows.shape[0] - 1)
+        number, rows = cta * (warps // self.warps) + tid // (32 * self.warps), mX.shape[0] * slots
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        tensors = mX, mIds, mScale, mRows, mRowScale
+        if const_expr(self.static):
+            if number < rows:
+                self.row(number, True, warps, tensors, slots)
+        else:  # warps of a row wait for each other
+            self.row(cutlass.min(number, rows - 1), number < rows, warps, tensors, slots)
 
+    @cute.jit
+    def row(self, row: Int32, live: Boolean, warps: cutlass.Constexpr, tensors: tuple, slots: Int32):
+        """Quantize a row, and store it if `live`."""
+        mX, mIds, mScale, mRows, mRowScale = tensors
+        tid, _, _ = cute.arch.thread_idx()
+        lane, lanes = tid % (32 * self.warps), 32 * self.warps
         loaded = [cute.make_rmem_tensor(8, mX.element_type) for _ in range(self.each)]
-        source = row // top_k if const_expr(self.static) else row
+        source = row // slots if const_expr(self.static) else row
         for i in cutlass.range_constexpr(self.each):
             load_eight(mX, source, (lane + i * lanes) * 8, loaded[i])
         if const_expr(self.static):
@@ -125,6 +135,7 @@ class Quantize:
             here = e >= 0 and e < mScale.shape[0]  # unrouted rows are quantized too, with some expert's scale
             scale = mScale[cutlass.select_(here, e, Int32(0))]
         else:
+            sLargest = cute.make_tensor(cute.arch.get_dyn_smem(Float32), cute.make_layout(warps))
             largest = arithmetic.largest_magnitude([arithmetic.largest_magnitude(_fp32(x)) for x in loaded])
             largest = largest_of_lanes(largest, range(5))
             if const_expr(self.warps > 1):

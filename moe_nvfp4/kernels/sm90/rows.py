@@ -1,6 +1,7 @@
 """The kernels around the GEMMs on Hopper, without tensor cores: gathering before, the combine after.
 
-Gather   the rows of x in grouped order: a token is read once and written to the rows of its slots.
+Gather   the rows of x in grouped order: a token is read once and written to the rows of its slots. Where static scales
+         make rows of slots, a row is found by its index.
 Combine  y[t] = sum over slots j = 0, 1, ... of weight[t, j] * rows[position[t, j]], fp32, in that order; a row
          may have parts (if GEMM 2 splits K), which are added first.
 """
@@ -33,15 +34,16 @@ def store_eight(mRows: cute.Tensor, row, column, values: list):
 
 class Gather:
     """Each warp copies `WIDTH` columns of a token, 16 bytes per lane at a time. `early`: x is older than the routing
-    kernel, and can be read while that one ends."""
+    kernel, and can be read while that one ends. `indexed`: row r is row mPosition[r] of x; top_k is 1."""
 
     THREADS, WIDTH = 256, 1024
 
-    def __init__(self, early: bool):
-        self.early = early
+    def __init__(self, early: bool, indexed: bool):
+        assert not (early and indexed)
+        self.early, self.indexed = early, indexed
 
     def __repr__(self) -> str:
-        return f"Gather({self.early})"
+        return f"Gather({self.early}, {self.indexed})"
 
     @cute.jit
     def __call__(self, mX, mPosition, mRows, top_k: Int32, stream):
@@ -64,15 +66,16 @@ class Gather:
         if const_expr(not self.early):
             cute.arch.griddepcontrol_wait()
         if token < mX.shape[0]:
+            source = mPosition[token] if const_expr(self.indexed) else token
             for i in cutlass.range_constexpr(self.WIDTH // 256):
                 if first + i * 256 < mX.shape[1]:
-                    cute.autovec_copy(neighbours(mX, token, first + i * 256), loaded[i])
+                    cute.autovec_copy(neighbours(mX, source, first + i * 256), loaded[i])
         if const_expr(self.early):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if token < mX.shape[0]:
             for j in cutlass.range(top_k, unroll=1):
-                row = mPosition[token * top_k + j]
+                row = token if const_expr(self.indexed) else mPosition[token * top_k + j]
                 for i in cutlass.range_constexpr(self.WIDTH // 256):
                     if first + i * 256 < mX.shape[1]:
                         cute.autovec_copy(loaded[i], neighbours(mRows, row, first + i * 256))
