@@ -184,7 +184,7 @@ def test_portable(E, H, I, bias, static, activations, gate, counts, data):
 
 
 JOBS = [
-    Build("moe_nvfp4.kernels.sm90.backend", "_gather", (True,)),
+    Build("moe_nvfp4.kernels.sm90.backend", "_gather", (True, False)),
     Build("moe_nvfp4.kernels.sm90.backend", "_combine_kernel", (2, 1, torch.float32, torch.float32)),
 ]
 
