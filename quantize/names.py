@@ -160,6 +160,7 @@ def ignore_patterns(
     mtp = {mtp_layer(name, layers) for name in {*dense, *excluded}}
     found |= {f"{layer}*" for layer in mtp if layer and free(f"{layer}*")}
     found |= {p.removesuffix(".layer") for p in found if p.endswith(".router.layer")}
+    found |= {p for name in found if free(p := name.replace(".mamba", ".mixer"))}  # as vLLM names Mamba modules
     found |= {f"{name}*" for module in excluded for name in aliases(module)}
     if dialect.renamed:
         parts = {*PLAIN_NAMES, *PLAIN_NAMES.values()}

@@ -298,6 +298,8 @@ class MoeNvfp4Config(QuantizationConfig):
 
     def ignores(self, prefix: str) -> bool:
         """Whether the config's ignore list matches a module of vLLM, or all the modules that are fused into it."""
+        if ".mixer." in prefix and self.ignores(prefix.replace(".mixer.", ".mamba.")):
+            return True  # in vLLM a Mamba module of Granite 4, Falcon-H1 and Jamba has another name than its weights
         head, _, last = prefix.rpartition(".")
         parts = [f"{head}.{part}" for part in self.packed_modules_mapping.get(last, ())]
         named = lambda module: any(matches(pattern, module) for pattern in self.ignore)
@@ -318,8 +320,7 @@ class MoeNvfp4Config(QuantizationConfig):
         from moe_nvfp4.integrations.vllm import engine
 
         if self.base is not None:
-            self.base.apply_vllm_mapper(mapper)
-            self.ignore += engine.ignored_names(self.base)
+            self.ignore += engine.renamed(self.base, mapper)
             # vLLM translates names, not expressions, which compressed-tensors' lists consist of
             names = mapper.apply_list([f"{name}.weight" for name in self.dense])
             self.ignore += [name.removesuffix(".weight") for name in names]

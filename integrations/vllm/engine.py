@@ -54,9 +54,14 @@ def channels_group() -> torch.distributed.ProcessGroup:
     return get_ep_group().device_group  # vLLM calls them so without --enable-expert-parallel too
 
 
-def ignored_names(base: QuantizationConfig) -> list[str]:
-    """The ignore list of vLLM's own config. After `apply_vllm_mapper` it has the names of vLLM's modules."""
-    return list(getattr(base, "exclude_modules", None) or getattr(base, "ignore", None) or ())
+def renamed(base: QuantizationConfig, mapper: Any) -> list[str]:
+    """Let vLLM's own config give the modules on its ignore list the names that they have in vLLM. Returns the list."""
+    base.apply_vllm_mapper(mapper)
+    key = "exclude_modules" if getattr(base, "exclude_modules", None) else "ignore"
+    # Jamba's mapper takes ".self_attn." out of names, and would make ".self_attn.*" a wildcard for all modules
+    names = [name for name in getattr(base, key, None) or () if not name.endswith(".*.*")]
+    setattr(base, key, names)
+    return names
 
 
 def activations_of(base: QuantizationConfig, layer: RoutedExperts, prefix: str, default: str) -> str | None:

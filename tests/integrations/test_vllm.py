@@ -438,6 +438,26 @@ def test_fused_names_are_ignored_with_their_parts():
     assert not config.ignores("model.layers.3.self_attn.o_proj") and not config.ignores("model.layers.3.mlp.experts")
 
 
+def test_mamba_modules_have_other_names_in_vllm():
+    """A Mamba module of Granite 4 is named mixer, and its weights mamba."""
+    config = Config.from_config(NVFP4 | {"ignore": ["model.layers.*.mamba*", "model.layers.*.mixer.q*"]})
+    assert config.ignores("model.layers.0.mixer.in_proj") and config.ignores("model.layers.0.mixer.q_proj")
+    assert not config.ignores("model.layers.0.mixer")  # Nemotron-H's experts are in a module of that name
+    assert not Config.from_config(NVFP4).ignores("model.layers.0.mixer.in_proj")
+
+
+def test_a_name_that_vllm_empties_does_not_match_all():
+    """In vLLM Jamba's q_proj is not in a module self_attn."""
+    from vllm.model_executor.models.jamba import JambaForCausalLM
+
+    config = Config.from_config(NVFP4 | {"ignore": ["model.layers.*.self_attn*", "model.layers.0.feed_forward*"]})
+    config.dense = ["model.layers.4.self_attn.o_proj"]
+    config.apply_vllm_mapper(JambaForCausalLM.hf_to_vllm_mapper)
+    assert config.ignores("model.layers.4.o_proj") and config.ignores("model.layers.0.feed_forward.experts")
+    assert not config.ignores("model.layers.1.feed_forward.experts")
+    assert not config.base.is_layer_excluded("model.layers.1.feed_forward.experts")
+
+
 def test_the_kv_cache_stays_with_vllms_reader():
     """Its scales belong to modules whose linears the ignore list excludes."""
     config = Config.from_config(NVFP4 | {"ignore": ["*self_attn*"]})

@@ -98,6 +98,17 @@ def test_servers_find_what_is_dense(family, route, dialect, tmp_path):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
+def test_mamba_modules(dialect):
+    """vLLM looks for those of Granite 4 and Jamba under another name than their weights have."""
+    dense = {f"model.layers.{i}.mamba.{part}_proj" for i in range(2) for part in ("in", "out")}
+    quantized = {f"model.layers.{i}.block_sparse_moe.experts.0.down_proj" for i in range(2)}
+    ignore = ignore_patterns(dense, quantized, set(), DIALECTS[dialect])
+    check(ignore, dialect, dense | {name.replace("mamba", "mixer") for name in dense}, quantized)
+    mixers = {"backbone.layers.1.mixer.experts.0.down_proj"}  # Nemotron-H has experts in a module of that name
+    check(ignore_patterns({"backbone.layers.0.mamba.in_proj"}, mixers, set(), DIALECTS[dialect]), dialect, [], mixers)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_dense_layers_before_experts(dialect):
     """DeepSeek's first layers have an MLP where later ones have experts; Nemotron has mixers of several kinds."""
     dense, quantized, asked = {"lm_head"}, set(), ["lm_head"]
