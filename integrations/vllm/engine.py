@@ -177,6 +177,7 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
     if by_request:
         _refuse_by_request(layer, adapter)
     check_reloads()
+    complete_router()
     if lora is not None:
         check_adapters()
     if by_request:
@@ -199,6 +200,31 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
             f"{name}: {moe.intermediate_size} channels are not a multiple of {moe.tp_size} ranks: choose another "
             "--tensor-parallel-size, or --enable-expert-parallel"
         )
+
+
+def complete_router() -> None:
+    """Have vLLM's router for CPUs (0.32) use all that it is given: for experts without groups it leaves out the
+    correction bias and the scaling factor, and fails with sigmoid scores."""
+    try:
+        from vllm.model_executor.layers.fused_moe.router import cpu_router
+    except ImportError:
+        return
+    before = cpu_router.CPURouter._compute_routing
+    if hasattr(before, "complete"):
+        return
+
+    def _compute_routing(self, hidden_states, router_logits, *others, **named):
+        scaling, bias = self.routed_scaling_factor, self.e_score_correction_bias
+        whole = self.scoring_func == "sqrtsoftplus" or self.scoring_func == "softmax" and bias is None and scaling == 1
+        if whole or self.use_grouped_topk or self.custom_routing_function is not None:
+            return before(self, hidden_states, router_logits, *others, **named)
+        # all experts are one group
+        return cpu_router._grouped_topk(
+            router_logits, self.top_k, self.renormalize, 1, 1, self.scoring_func, scaling, bias
+        )
+
+    _compute_routing.complete = True  # type: ignore[attr-defined]
+    cpu_router.CPURouter._compute_routing = _compute_routing
 
 
 def chosen_by_request() -> bool:

@@ -21,7 +21,7 @@ from tests.common import made_demo
 from tests.folders import change_config, fp8, quantized, qwen2_moe
 from tests.integrations.vllm_engine import NEW, PROMPTS, SETTINGS, ask, generate, on_two_ranks
 from tests.integrations.vllm_engine import engine as start
-from tests.models import folder, gpt_oss, llama4, mixtral, qwen3_moe, tensors
+from tests.models import SMALL, folder, gpt_oss, llama4, mixtral, qwen3_moe, tensors
 from tests.servers import Server
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
@@ -183,6 +183,43 @@ def test_families(tmp_path, family):
     if family is gpt_oss:
         with pytest.raises(NotImplementedError, match="gpt-oss's bf16 experts.*moe-nvfp4 quantize"):
             generate(tmp_path / "bf16", quantization="moe_nvfp4")
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_routing_with_a_correction_bias(dialect, tmp_path):
+    """Experts without groups, of which vLLM's router on a CPU (0.32) leaves out the bias."""
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    def ernie():
+        small = SMALL | dict(head_dim=32, hidden_size=128)
+        return Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(
+            **small, intermediate_size=96, moe_intermediate_size=64, moe_num_experts=8, moe_k=2,
+            moe_num_shared_experts=1, moe_layer_start_index=1))  # fmt: skip
+
+    source = folder(tmp_path, ernie)
+    biases = [t for name, t in tensors(source).items() if name.endswith("e_score_correction_bias")]
+    assert biases and min(bias.std() for bias in biases) > 0.01
+    convert_checkpoint(source, tmp_path / "nvfp4", Options(dialect=dialect), progress=False)
+    same(generate(tmp_path / "nvfp4"), by_transformers(tmp_path / "nvfp4"))
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_the_router_of_cpus(scores):
+    """All that it is given, in float64, written out."""
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
+
+    engine.complete_router()
+    logits, bias = 2 * torch.randn(50, 8), torch.randn(8)
+    s = logits.double().sigmoid() if scores == "sigmoid" else logits.double().exp() / logits.double().exp().sum(1, True)
+    for renormalize in (True, False):
+        router = cpu_router.CPURouter(3, 8, renormalize=renormalize, scoring_func=scores, routed_scaling_factor=2.5,
+                                      e_score_correction_bias=bias)  # fmt: skip
+        weights, ids = router._compute_routing(logits, logits, None)
+        for row, w, i in zip(s, weights, ids, strict=True):
+            best = sorted(range(8), key=lambda e: -(row[e] + bias[e].double()).item())[:3]
+            assert sorted(i.tolist()) == sorted(best)
+            want = row[i.long()] / (row[best].sum() if renormalize else 1) * 2.5
+            assert torch.allclose(w.double(), want, rtol=1e-5)
 
 
 def test_other_formats_become_nvfp4_while_they_load(tmp_path):
