@@ -257,7 +257,7 @@ class MoeNvfp4Config(QuantizationConfig):
         if self.base is None:
             theirs = any(matches(pattern, prefix) for pattern in self.exclude)
         else:
-            activations = engine.activations_of(self.base, layer, prefix, self.info.activations)
+            activations = engine.activations_of(self.base, layer, prefix, self.info.activations, self.activations)
             theirs = self.ignores(prefix) or activations is None
         if theirs and self.adapter is not None and self.adapter.changes(prefix):
             raise NotImplementedError(

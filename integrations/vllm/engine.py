@@ -64,17 +64,33 @@ def renamed(base: QuantizationConfig, mapper: Any) -> list[str]:
     return names
 
 
-def activations_of(base: QuantizationConfig, layer: RoutedExperts, prefix: str, default: str) -> str | None:
+def activations_of(
+    base: QuantizationConfig, layer: RoutedExperts, prefix: str, default: str, chosen: str | None = None
+) -> str | None:
     """The activations that the experts of `layer` were made for, "nvfp4" or "bf16"; None if they are not NVFP4.
 
-    default: what our own reader says, for files in which all layers are alike
+    default  what our own reader says, for files in which all layers are alike
+    chosen   by the user, for all layers
+
+    NotImplementedError if its matrices were made for different ones.
     """
     if hasattr(base, "get_scheme_dict"):  # compressed-tensors
         base._add_fused_moe_to_target_scheme_map()
-        return _of_scheme(base.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_down_proj_name}"))
-    if hasattr(base, "_resolve_quant_algo"):  # ModelOpt, mixed precision
-        return ALGOS.get(base._resolve_quant_algo(prefix))
-    return default
+        names = [layer.ckpt_gate_proj_name, layer.ckpt_down_proj_name, layer.ckpt_up_proj_name]
+        found = {_of_scheme(base.get_scheme_dict(layer, f"{prefix}.0.{name}")) for name in names if name}
+    elif hasattr(base, "_resolve_quant_algo"):  # ModelOpt, mixed precision
+        inside = [value for name, value in base.quantized_layers.items() if name.startswith(f"{prefix}.")]
+        algos = {value["quant_algo"].upper() for value in inside} or {base._resolve_quant_algo(prefix)}
+        found = {ALGOS.get(algo) for algo in algos}
+    else:
+        return default
+    if len(found) > 1 and (chosen is None or None in found):
+        raise NotImplementedError(
+            f"{prefix}: by the config, some of its matrices are for {' and others for '.join(sorted(map(str, found)))} "
+            "activations (None: not NVFP4), and experts run in one way. For NVFP4 ones choose it: "
+            """--hf-overrides '{"moe_nvfp4": {"activations": "bf16"}}'"""
+        )
+    return found.pop()
 
 
 def linear_activations(base: QuantizationConfig, prefix: str, default: str) -> str | None:

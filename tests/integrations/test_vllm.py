@@ -495,6 +495,38 @@ def test_a_name_that_vllm_empties_does_not_match_all():
     assert not config.base.is_layer_excluded("model.layers.1.feed_forward.experts")
 
 
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_experts_for_two_kinds_of_activations(dialect):
+    """In one layer they are refused by name, unless the user chooses."""
+    down = "model.layers.1.mlp.experts.0.down_proj"
+
+    def found(one, other, chosen=None, layer=1):
+        if dialect == "modelopt":
+            names = [f"model.layers.{i}.mlp.experts.0.{part}_proj" for i in (0, 1) for part in ("down", "gate", "up")]
+            layers = {name: {"quant_algo": other if name == down else one} for name in names}
+            given = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+        else:
+            numbers = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+            group = lambda kind, target: {"targets": [target], "weights": numbers, "format": "nvfp4-pack-quantized",
+                                          "input_activations": None if kind == "W4A16_NVFP4" else numbers | {
+                                              "dynamic": "local"}}  # fmt: skip
+            rest = "re:.*(layers.0.*_proj|gate_proj|up_proj)$"
+            given = {"quant_method": "compressed-tensors", "format": "mixed-precision",
+                     "config_groups": {"a": group(one, rest), "b": group(other, "re:.*1.mlp.*down_proj$")}}  # fmt: skip
+        module = torch.nn.Module()
+        for part in ("gate", "down", "up"):
+            setattr(module, f"ckpt_{part}_proj_name", f"{part}_proj")
+        prefix = f"model.layers.{layer}.mlp.experts"
+        return engine.activations_of(engine.base_config(given), module, prefix, "bf16", chosen)
+
+    assert found("NVFP4", "NVFP4") == "nvfp4" and found("W4A16_NVFP4", "W4A16_NVFP4") == "bf16"
+    assert found("NVFP4", "W4A16_NVFP4", layer=0) == "nvfp4"
+    for pair in (("NVFP4", "W4A16_NVFP4"), ("W4A16_NVFP4", "NVFP4")):
+        assert found(*pair, chosen="bf16") in ("bf16", "nvfp4")
+        with pytest.raises(NotImplementedError, match=r"layers.1.mlp.experts: .*for bf16 and others for nvfp4.*choose"):
+            found(*pair)
+
+
 def test_the_kv_cache_stays_with_vllms_reader():
     """Its scales belong to modules whose linears the ignore list excludes."""
     config = Config.from_config(NVFP4 | {"ignore": ["*self_attn*"]})
