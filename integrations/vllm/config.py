@@ -89,6 +89,7 @@ class MoeNvfp4Config(QuantizationConfig):
         self.placement = Placement()
         self.dense: list[str] = []  # matrices that stay dense, as the files name them, if these are here
         self.experts: list[str] = []  # the experts modules that vLLM has asked about
+        self.said: dict[str, Any] = {}  # what the model's config says of the experts' gate
         if base is not None:
             self.packed_modules_mapping = base.packed_modules_mapping
 
@@ -172,7 +173,13 @@ class MoeNvfp4Config(QuantizationConfig):
         from vllm.platforms import current_platform
 
         _check_overrides(hf_config)
+        if getattr(self, "online_quantization_config", None) is not None:  # vLLM sets it
+            raise ValueError(
+                f"--quantization-config: {NAME} quantizes no layers in other formats: leave it out, and make linears "
+                "4-bit by moe-nvfp4 quantize SRC DST --linears all"
+            )
         self.choose(told(hf_config))
+        self.said = gate_settings(hf_config)
         if self.placement.wanted == "auto" and current_platform.is_cpu():
             raise no_gpu()
         if self.adapter is not None:
@@ -268,7 +275,7 @@ class MoeNvfp4Config(QuantizationConfig):
             dialect = None if self.base is None else self.info.dialect
             activations = self.activations or activations
             return MoeNvfp4Method(
-                layer, dialect, activations, self.recipe, self.adapter, self.placement, self.converted
+                layer, dialect, activations, self.recipe, self.adapter, self.placement, self.converted, self.said
             )
         if self.base is None or self.ignores(prefix):
             return None  # vLLM runs them unquantized
@@ -331,17 +338,27 @@ def told(hf_config: Any) -> dict[str, Any]:
     return getattr(hf_config, NAME, None) or {}
 
 
+def gate_settings(hf_config: Any) -> dict[str, Any]:
+    """What a model's config says of its experts' gate, under gpt-oss's names."""
+    text = None if hf_config is None else hf_config.get_text_config()
+    found = {key: getattr(text, key, None) for key in ("swiglu_alpha", "swiglu_limit")}
+    acts = (getattr(text, key, None) for key in ("mlp_hidden_act", "hidden_act", "hidden_activation"))
+    return found | {"hidden_act": next(filter(None, acts), None)}
+
+
 def _check_overrides(hf_config: Any) -> None:
-    """ValueError for options under another key of --hf-overrides, which transformers takes for one of the model's."""
-    said = vars(hf_config) if hf_config is not None else {}
-    other = [key for key in difflib.get_close_matches(NAME, said, cutoff=0.8) if key != NAME]
-    # a model's own key of that name has other values
-    other += [key for key in said if said[key] in tuple(VALUES.get(key, ())) or key == "cpu_experts"]
-    if other:
-        raise ValueError(
-            f"--hf-overrides: {other[0]!r} is not an option of {NAME}: these go under its name, "
-            f"""'{{"{NAME}": {{"activations": "nvfp4"}}}}'"""
-        )
+    """ValueError for options in another place of --hf-overrides, which transformers takes for one of the model's."""
+    text = None if hf_config is None else hf_config.get_text_config()
+    for config, place in ((hf_config, ""), (None if text is hf_config else text, "text_config.")):
+        said = vars(config) if config is not None else {}
+        other = [key for key in difflib.get_close_matches(NAME, said, cutoff=0.8) if key != NAME or place]
+        # a model's own key of that name has other values
+        other += [key for key in said if said[key] in tuple(VALUES.get(key, ())) or key == "cpu_experts"]
+        if other:
+            raise ValueError(
+                f"--hf-overrides: {place + other[0]!r} is not an option of {NAME}: these go under its name, "
+                f"""'{{"{NAME}": {{"activations": "nvfp4"}}}}'"""
+            )
 
 
 def _becomes_nvfp4(config: dict) -> str | None:

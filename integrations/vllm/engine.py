@@ -6,7 +6,9 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import vllm
@@ -36,8 +38,11 @@ from moe_nvfp4.quantize.dialects.modelopt import ALGOS
 from moe_nvfp4.weights import Gate
 
 STEP_LIMIT = 7.0  # what vLLM's swiglustep kernel uses, whatever the model's config says
+# transformers' names of activation functions -> vLLM's
+ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+        "relu2": "relu2"}  # fmt: skip
 BY_REQUEST = (0, 32)  # the oldest version in which requests choose adapters of experts
-OAI = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}  # what vLLM's swigluoai kernel uses, likewise
+OAI = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}  # what vLLM's swigluoai kernel uses
 
 
 def base_config(config: dict) -> QuantizationConfig:
@@ -118,15 +123,31 @@ def added_bias(layer: torch.nn.Module) -> Tensor | None:
     return layer.bias.data
 
 
-def gate_of(layer: RoutedExperts) -> tuple[Gate, Callable[[Tensor], Tensor] | None]:
-    """The layer's gate; if its kind is "raw", also the function that computes it."""
+def gate_of(
+    layer: RoutedExperts, said: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Gate, Callable[[Tensor], Tensor] | None]:
+    """The layer's gate; if its kind is "raw", also the function that computes it.
+
+    said  what the model's config says of it (`config.gate_settings`), of which vLLM's models pass on a part
+
+    NotImplementedError for a gate that is not known here, or that is not the one of the config.
+    """
     kind, limit = layer.activation.value, layer.swiglu_limit or math.inf
     alpha = 1.0 if layer.swiglu_alpha is None else layer.swiglu_alpha
     beta = layer.swiglu_beta or 0.0
     if kind == "swigluoai_uninterleave" and limit < math.inf:
         return Gate("silu", alpha=alpha, limit=limit, up_offset=beta), None
+    act = ACTS.get(said.get("hidden_act") or "")
+    basic = kind.removesuffix("_no_mul")
+    if act is not None and basic in ACTS.values() and act != basic:
+        raise NotImplementedError(
+            f"{layer.layer_name}: the model's config says {said['hidden_act']!r}, and vLLM's model computes {basic!r}, "
+            "whatever it says: serve this model with transformers (moe-nvfp4 serve MODEL --engine transformers)"
+        )
     if kind == "swigluoai" and limit in (OAI["limit"], math.inf) and alpha in (OAI["alpha"], 1.0):
-        return Gate("silu", **OAI), None  # gpt-oss: vLLM interleaves rows of gate and up, we do not
+        own = {"alpha": said.get("swiglu_alpha"), "limit": said.get("swiglu_limit")}
+        oai = OAI | {key: value for key, value in own.items() if value is not None}
+        return Gate("silu", **oai), None  # gpt-oss: vLLM interleaves rows of gate and up, we do not
     if kind == "silu" and (alpha, beta) == (1.0, 0.0):
         return Gate("silu", limit=limit), None
     if kind == "swiglustep" and limit in (STEP_LIMIT, math.inf):
@@ -203,6 +224,10 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
     if dense and layer.activation.value == "swigluoai":
         raise NotImplementedError(
             f"{name}: vLLM copies gpt-oss's bf16 experts past every loader: moe-nvfp4 quantize SRC DST, and serve DST"
+        )
+    if (backend := getattr(moe, "moe_backend", "auto")) != "auto":
+        raise ValueError(
+            f"{name}: --moe-backend {backend}: experts run on this library's kernels: leave it out, or --quantization"
         )
     if getattr(layer.expert_map_manager, "num_fused_shared_experts", 0):
         raise NotImplementedError(f"{name}: shared experts fused into the routed ones are not read (ROCm's AITER only)")

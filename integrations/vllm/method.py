@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,11 +40,12 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         adapter: ExpertsAdapter | None = None,
         placement: Placement | None = None,
         converted: Converted | None = None,
+        said: Mapping[str, Any] = MappingProxyType({}),
     ):
         super().__init__(layer.moe_config)
         engine.refuse(layer, dense=dialect is None, adapter=adapter is not None)
         self.adapter, self.placement, self.converted = adapter, placement or Placement(), converted
-        self.gate, self.own_gate = engine.gate_of(layer)
+        self.gate, self.own_gate = engine.gate_of(layer, said)
         self.dialect, self.activations, self.recipe = dialect, activations, recipe
         self.lora: Any = None  # `lora.ExpertsWithLoRA`, where requests choose adapters
 

@@ -371,6 +371,24 @@ def test_kimis_gate_is_vllms():
         assert torch.allclose(engine.gate_of(layer)[1](x), theirs, rtol=1e-6)
 
 
+def test_the_gate_that_the_config_says():
+    """vLLM's models have one activation function each, and gpt-oss's kernel one limit, whatever config.json says."""
+    from transformers import GptOssConfig, NemotronHConfig, Qwen3MoeConfig, Qwen3VLMoeConfig
+
+    of = lambda kind, config: engine.gate_of(_layer(kind), vllm_config.gate_settings(config))[0]
+    g, u = torch.tensor([[2.5, -5.0, 8.0], [4.0, -4.0, 6.5]], dtype=torch.float64)
+    want = g.clamp(max=3) / (1 + torch.exp(-2 * g.clamp(max=3))) * (u.clamp(-3, 3) + 1)
+    found = of("swigluoai", GptOssConfig(swiglu_limit=3.0, swiglu_alpha=2.0))(torch.cat([g, u]))
+    assert torch.allclose(found, want, rtol=1e-12)
+    of("silu", Qwen3MoeConfig(hidden_act="swish"))
+    of("relu2_no_mul", NemotronHConfig())
+    vision = Qwen3VLMoeConfig(text_config={"hidden_act": "gelu_pytorch_tanh"})
+    of("gelu_tanh", vision)
+    for config, said in ((Qwen3MoeConfig(hidden_act="gelu"), "gelu"), (vision, "gelu_pytorch_tanh")):
+        with pytest.raises(NotImplementedError, match=f"layer: .*config says '{said}'.*computes 'silu'.*--engine"):
+            of("silu", config)
+
+
 @pytest.mark.parametrize(
     "arguments", [("swigluoai", 5.0), ("silu", 7.0, 1.702), ("gelu_tanh", 7.0), ("swiglustep", 5.0)]
 )
@@ -428,7 +446,7 @@ def test_unknown_options_are_named():
 
 def test_options_in_the_wrong_place_are_named(monkeypatch):
     """transformers takes any key of --hf-overrides for one of the model's."""
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, Qwen3VLMoeConfig
 
     choose = lambda **said: Config().maybe_update_config("model", PretrainedConfig(**said))
     for key, value in (("moe-nvfp4", {}), ("moe_nvfp", {}), ("moe_nvpf4", {}), ("activations", "nvfp4"),
@@ -436,12 +454,28 @@ def test_options_in_the_wrong_place_are_named(monkeypatch):
         with pytest.raises(ValueError, match=f"--hf-overrides: '{key}' is not an option of moe_nvfp4: these go under"):
             choose(**{key: value})
     choose(activations="gelu", recipe=["max"], moe_layers=[1], moe_nvfp4={"activations": "bf16"})
+    for key, value in (("moe_nvfp4", {"activations": "nvfp4"}), ("activations", "nvfp4")):
+        config = Qwen3VLMoeConfig()
+        setattr(config.text_config, key, value)
+        with pytest.raises(
+            ValueError, match=f"--hf-overrides: 'text_config.{key}' is not an option of moe_nvfp4: thes"
+        ):
+            Config().maybe_update_config("model", config)
     options = SimpleNamespace(moe_nvfp4={"activations": "bf16"})
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     for user in (None, "modelopt_fp4"):
         with pytest.raises(ValueError, match="has options of moe_nvfp4, which does not run: add --quantization moe_nv"):
             Config.override_quantization_method(NVFP4, user, options)
     assert Config.override_quantization_method(NVFP4, "moe_nvfp4", options) == "moe_nvfp4"
+
+
+def test_vllms_own_quantization_while_loading_is_refused():
+    """vLLM leaves it to the quantization of the files, which has no such layers."""
+    for folder_config in (NVFP4, None):
+        config = Config() if folder_config is None else Config.from_config(folder_config)
+        config.online_quantization_config = object()
+        with pytest.raises(ValueError, match="--quantization-config: moe_nvfp4 quantizes no layers in other formats"):
+            config.maybe_update_config("model")
 
 
 def test_options_without_an_effect_are_refused(monkeypatch):
@@ -567,15 +601,16 @@ ALL = SimpleNamespace(target_modules=None)
         (dict(fused=1), "shared experts fused"),
         (dict(on_input=True), "router weights on the input, with 2"),
         (dict(width=32), "100 channels.*2 ranks"),
+        (dict(backend="marlin"), "--moe-backend marlin.*leave it out"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(monkeypatch, changes, text):
-    def layer(lora=None, fused=0, on_input=False, width=50, dbo=False, **changes):
+    def layer(lora=None, fused=0, on_input=False, width=50, dbo=False, backend="auto", **changes):
         plain = dict(enable_eplb=False, use_all2all_kernels=False, all2all_backend="", use_ag_rs_all2all_kernels=False,
                      dp_size=1, pcp_size=1, is_sequence_parallel=False)  # fmt: skip
         parallel = SimpleNamespace(**plain | changes)
         moe = SimpleNamespace(moe_parallel_config=parallel, experts_per_token=2, intermediate_size=100, tp_size=2,
-                              intermediate_size_per_partition=width)  # fmt: skip
+                              intermediate_size_per_partition=width, moe_backend=backend)  # fmt: skip
         monkeypatch.setattr(engine, "get_current_vllm_config", lambda: SimpleNamespace(
             lora_config=lora, parallel_config=SimpleNamespace(use_ubatching=dbo)))  # fmt: skip
         return SimpleNamespace(moe_config=moe, layer_name="layer", activation=SimpleNamespace(value="silu"),
