@@ -211,13 +211,19 @@ class MoeNvfp4Config(QuantizationConfig):
 
     def check_head(self, hf_config: Any) -> None:
         """NotImplementedError for a 4-bit head in a model of vLLM's that cannot have one."""
-        model_type = hf_config.get_text_config().model_type
+        text = hf_config.get_text_config()
+        model_type = text.model_type
         packed = any(name.endswith("lm_head") for name in self.info.layers or ())
         packed |= self.info.whole and not self.info.ignores("lm_head")
         if packed and model_type in DENSE_HEADS:
             raise NotImplementedError(
                 f"lm_head is 4-bit in the files, and vLLM's {model_type} has a dense one only: quantize with --linears "
                 "attention, or serve with transformers (moe-nvfp4 serve MODEL --engine transformers)"
+            )
+        if packed and getattr(text, "classifier_from_token", None) and not text.tie_word_embeddings:
+            raise NotImplementedError(
+                "classifier_from_token: vLLM makes a classifier of rows of a dense lm_head, and here it is 4-bit: "
+                "quantize with --linears attention"
             )
 
     def get_name(self) -> str:
