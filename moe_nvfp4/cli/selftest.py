@@ -14,9 +14,9 @@ def add(commands: Commands) -> None:
     sub = command(
         commands, "selftest", run, "check the kernels on this machine",
         "Run every backend that could run here on small layers and linears, and compare them with the reference: "
-        "gates, biases, dtypes, W4A16 and W4A4, ragged groups, odd sizes, adapters, gradients, streams, CUDA graphs. "
-        "Each group of cases has a process of its own, so that a hang or a crash is a finding. Then time layers of "
-        "known models.",
+        "gates, biases, dtypes, W4A16 and W4A4, ragged groups, odd sizes, tiny and huge numbers, strides, adapters, "
+        "gradients, streams, CUDA graphs. Each group of cases has a process of its own, so that a hang or a crash is a "
+        "finding. Then time layers of known models.",
     )  # fmt: skip
     sub.add_argument("--device", help="cpu, cuda or cuda:1 (default: the CPU and the first GPU)")
     sub.add_argument("--quick", action="store_true", help="fewer cases, and the speed of one layer")

@@ -145,11 +145,12 @@ def limit_of(activations: str, dtype: torch.dtype) -> Any:
 
 
 class Case(NamedTuple):
-    """A layer with a batch, or a linear with x."""
+    """A layer with a batch, or a linear with x. by_row: each row of y counts as much as the others, however small."""
 
     name: str
     module: NVFP4Experts | NVFP4Linear
     inputs: tuple[Tensor, ...]
+    by_row: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -182,6 +183,9 @@ class Case(NamedTuple):
             want = reference_of(x, routing[0], routing[1], module.weights, own_gate)
         if y.dtype != self.dtype:
             return Finding(self.name, False, f"the result is {_name(y.dtype)}, not {_name(self.dtype)}, as x is")
+        if self.by_row:
+            unit = want.double().norm(dim=-1, keepdim=True).clamp(min=1e-300)
+            y, want = y.to(unit) / unit, want / unit
         return compare(self.name, y, want, limit_of(self.module.activations, self.dtype))
 
 
@@ -334,6 +338,89 @@ def joined(at: Place) -> Findings:
                 for (name, linear), y in zip(parts.items(), found, strict=True):
                     want = reference.linear(x.float(), linear.weights)
                     yield compare(f"{case}, {name}, T {T}", y, want, limit_of(activations, x.dtype))
+
+
+EXTREMES = {torch.float16: (2.0**-20, 2.0**13)}  # sizes of x; of other dtypes:
+EXTREME = 1e-30, 1e30
+
+
+def extremes(at: Place) -> Iterator[Case]:
+    """x so small or large that weights with the opposite global scales bring it back; rows of different sizes, one of
+    them zeros; gates far from 0; of W4A4, blocks far below the largest one, and x beyond what static scales reach."""
+    for activations in ("bf16", "nvfp4", "nvfp4_four_over_six"):
+        for dtype in at.dtypes:
+            for T in TOKENS[1:]:
+                here, batch = f"{activations}, {_name(dtype)}, T {T}", batch_of(T, 96, 4, 2, dtype)
+                x, *routing = batch
+                for size in EXTREMES.get(dtype, EXTREME):
+                    linear = linear_of(80, 96, activations)
+                    to = 1.2e4 if size > 1 else 1.0  # to numbers that need all the range of fp16
+                    linear.get_parameter("weight_global_scale").mul_(to / size)
+                    yield Case(f"a linear, x times {size:.0e}, {here}", linear, (x * size,), True)
+                    layer = _with_up_scales(1 / size, 4, 96, 64, activations=activations)
+                    yield Case(f"x times {size:.0e}, {here}", layer, (x * size, *routing), True)
+                rows = x * torch.arange(T)[:, None].remainder(11).sub(5).exp2().to(dtype)
+                rows[T // 3] = 0
+                yield Case(f"rows of many sizes, {here}", layer_of(4, 96, 64, activations=activations),
+                           (rows, *routing), True)  # fmt: skip
+                if not is_quantized(activations):
+                    for name, gate in GATES.items():
+                        yield Case(f"{name} far from 0, {here}", _with_up_scales(30, 4, 96, 64, gate), batch, True)
+                    continue
+                layer = _with_up_scales(8, 4, 96, 64, activations=activations)
+                layer.gate_up_proj_sf[..., 0] = 0  # so that only the small blocks count
+                small = torch.cat([x[:, :16] * 2**12, x[:, 16:] / 8], dim=1)
+                yield Case(f"small blocks beside a large one, {here}", layer, (small, *routing), True)
+                layer = layer_of(4, 96, 64, activations=activations, static=True)
+                yield Case(f"x beyond static scales, {here}", layer, (4 * x, *routing), True)
+
+
+def _with_up_scales(factor: float, *sizes: Any, **options: Any) -> NVFP4Experts:
+    """`layer_of` with other global scales of the up and gate projection."""
+    layer = layer_of(*sizes, **options)
+    for name in layer.projections[:-1]:
+        layer.get_parameter(f"{name}_global_scale").mul_(factor)
+    return layer
+
+
+def inputs(at: Place) -> Findings:
+    """Tensors whose elements do not follow one another in memory give the same bits; NaN and Inf in x stay with their
+    token."""
+    for activations, static in (("bf16", False), ("nvfp4", False), ("nvfp4", True)):
+        for dtype in at.dtypes:
+            layer = layer_of(4, 96, 64, activations=activations, static=static)
+            linear = linear_of(80, 96, activations, static=static)
+            for module, batch in ((layer, batch_of(24, 96, 4, 2, dtype)), (linear, batch_of(24, 96, 1, 1, dtype)[:1])):
+                name = f"{type(module).__name__}, {activations}{', static' * static}, {_name(dtype)}"
+                case = Case(name, module, batch)
+                if refusal := at.refusal(case.problem):
+                    yield Finding(name, None, refusal)
+                    continue
+                compile_for(at, [case])
+                given = [t.to(at.device) for t in batch]
+                with torch.no_grad():
+                    y = module.to(at.device)(*given)
+                    for how, view in VIEWS.items():
+                        for i in range(len(given)):
+                            some = [*given[:i], view(given[i]), *given[i + 1 :]]
+                            yield same_bits(f"{name}, {how} of input {i}", y, module(*some))
+                    for bad in (torch.nan, torch.inf, -torch.inf):
+                        x = given[0].clone()
+                        x[7, 40] = bad
+                        found = module(x, *given[1:])
+                        others = torch.arange(len(x), device=x.device) != 7
+                        yield same_bits(f"{name}, tokens beside {bad}", y[others], found[others])
+                        if bad != bad or not static:  # static scales make a number of Inf
+                            lost = bool((found[7].isnan() if bad != bad else ~found[7].isfinite()).all())
+                            yield Finding(f"{name}, a token with {bad}", lost, "" if lost else "it has numbers")
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda t: t.T.contiguous().T,
+    "every second column": lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
+    "every second row": lambda t: torch.stack([t, t.flip(0)], dim=1).flatten(0, 1)[::2],
+    "the left half": lambda t: torch.cat([t, t.flip(0)], dim=1)[:, : t.shape[1]],
+}
 
 
 def gradients(at: Place) -> Findings:
@@ -548,8 +635,8 @@ def _repeated(at: Place, here: NVFP4Experts | NVFP4Linear, batch: list[Tensor]) 
 
 GROUPS: dict[str, Callable[[Place], Iterator[Case]] | Callable[[Place], Findings]] = {
     "gates": gates, "w4a4": w4a4, "routing": routing, "sizes": sizes, "linears": linears, "joined": joined,
-    "adapters": adapters, "gradients": gradients, "top_k": top_k, "router_linear": router_linear,
-    "merged_codes": merged_codes, "repeated": repeated,
+    "extremes": extremes, "inputs": inputs, "adapters": adapters, "gradients": gradients, "top_k": top_k,
+    "router_linear": router_linear, "merged_codes": merged_codes, "repeated": repeated,
 }  # fmt: skip
 QUICK = ("gates", "w4a4", "routing", "repeated")
 
@@ -559,7 +646,7 @@ def findings(at: Place, name: str) -> Findings:
     group: Any = GROUPS[name]
     yield from (
         group(at)
-        if group in (joined, adapters, gradients, top_k, router_linear, merged_codes, repeated)
+        if group in (joined, inputs, adapters, gradients, top_k, router_linear, merged_codes, repeated)
         else check(at, group(at))
     )
 
