@@ -27,7 +27,7 @@ GROUPS = ("attention", "shared", "mlp", "lm_head")
 ALL = "all"
 EXCLUDED = "excluded"
 
-TOWER = re.compile(r"vision|visual|vit\b|audio|speech|image|video|encoder|projector")
+TOWER = re.compile(r"sam_model|vision|visual|vit\b|audio|speech|image|video|encoder|projector")
 ROUTER = re.compile(r"(^|\.)((\w+_)?gate|(\w+_)?router|wg)(\.|$)")
 EXPERTS = re.compile(r"(^|\.)\w*(?<!shared_)(?<!share_)experts?\.")
 SHARED = re.compile(r"(^|\.)shared?_(experts?|mlp)\.")
@@ -57,6 +57,8 @@ class Linear:
     @property
     def group(self) -> str | None:
         """The group that it is in, or None."""
+        if _apart(self.model):  # which its name in files may not say
+            return None
         return group_of(self.model) or group_of(self.name)
 
     def named(self, pattern: str) -> bool:
@@ -77,13 +79,18 @@ def group_of(name: str) -> str | None:
     if last == "lm_head":
         return last
     in_layer = any(part.isdecimal() for part in path.split("."))
-    if not in_layer or TOWER.search(path) or ROUTER.search(name) or ".indexer." in name:
+    if not in_layer or _apart(name):
         return None
     if SHARED.search(name):
         return "shared" if MLP.fullmatch(last) else None
     if ("att" in path and ATTENTION.fullmatch(last)) or PROJECTION.fullmatch(last):
         return "attention"
     return "mlp" if MLP.fullmatch(last) else None
+
+
+def _apart(name: str) -> bool:
+    """Whether the linear `name` is in a tower, a router or an indexer."""
+    return bool(TOWER.search(name.rpartition(".")[0]) or ROUTER.search(name)) or ".indexer." in name
 
 
 def linears_in_files(

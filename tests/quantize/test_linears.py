@@ -143,6 +143,21 @@ def sarvam():
     return AutoModelForCausalLM.from_config(config)
 
 
+def deepseek_ocr2():
+    """The names of its two towers are other ones in files: sam_model, and qwen2_model.model.model.layers."""
+    config = transformers.DeepseekOcr2Config(
+        text_config=dict(**SMALL | dict(num_key_value_heads=4), intermediate_size=48, moe_intermediate_size=48,
+                         n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
+                         mlp_layer_types=["dense", "sparse"]),
+        vision_config=dict(
+            encoder_config=dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                num_key_value_heads=2, vocab_size=96),
+            sam_config=dict(hidden_size=32, mlp_dim=32, num_hidden_layers=1, num_attention_heads=2, output_channels=16,
+                            downsample_channels=[16, 32], image_size=64, patch_size=16, global_attn_indexes=[0])),
+    )  # fmt: skip
+    return transformers.DeepseekOcr2ForConditionalGeneration(config)
+
+
 ATTENTION = {f"self_attn.{part}_proj" for part in "qkvo"}
 MLA = {f"self_attn.{part}" for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 SHARED = lambda where: {f"{where}.{part}_proj" for part in ("gate", "up", "down")}
@@ -168,9 +183,12 @@ MEANT = {
             "mlp": {f"mlp.{part}" for part in ("linear_gate", "up_proj", "down_proj")}},
     sarvam: {"attention": {"attention.dense"}, "shared": SHARED("mlp.shared_experts"), "mlp": SHARED("mlp"),
              "lm_head": {"lm_head"}},
+    deepseek_ocr2: {"attention": ATTENTION, "shared": SHARED("mlp.shared_experts"), "mlp": SHARED("mlp"),
+                    "lm_head": {"lm_head"}},
 }  # fmt: skip
-if not hasattr(transformers, "SarvamMoEConfig"):
-    del MEANT[sarvam]  # this transformers does not have it
+for family, name in (sarvam, "SarvamMoEConfig"), (deepseek_ocr2, "DeepseekOcr2Config"):
+    if not hasattr(transformers, name):
+        del MEANT[family]  # this transformers does not have it
 
 
 def in_layer(stem):
@@ -194,6 +212,7 @@ def test_groups_of_families(family, tmp_path):
     found = made(ours)
     if family in MEANT:
         assert {in_layer(stem) for stem in found} == set().union(*MEANT[family].values())
+        assert not any("qwen2_model" in stem for stem in found), "a tower whose layers have the names of the others"
         for group, meant in list(MEANT[family].items())[: 1 if family is not deepseek else 4]:
             one = made(converted(source, tmp_path / group, linears=group))
             assert {in_layer(stem) for stem in one} == meant and one <= found
@@ -221,6 +240,7 @@ def test_groups_by_name():
         f"{layer}.mlp.gate": None, f"{layer}.block_sparse_moe.gate": None, f"{layer}.router.proj": None,
         f"{layer}.mlp.router.layer": None, f"{layer}.mixer.in_proj": None, "model.embed_tokens": None,
         "model.visual.blocks.0.attn.qkv": None, "vision_tower.layers.0.self_attn.q_proj": None, "score": None,
+        "model.sam_model.blocks.0.attn.qkv": None,
     }.items():  # fmt: skip
         assert group_of(name) == group, name
     assert set(GROUPS) == {"attention", "shared", "mlp", "lm_head"}
