@@ -41,7 +41,7 @@ Also used, though transformers does not document it (tested with 5.17 and 5.24, 
                           _can_compile_fullgraph, _get_dtype_plan;
                           get_compiled_call, which `use_cuda_graphs` replaces, and _get_resized_lm_head and
                           save_pretrained, which a 4-bit model has of its own
-    a config              _experts_implementation, _experts_implementation_internal
+    a config              _experts_implementation, _experts_implementation_internal, _is_quantized
     an experts module     what `use_experts_implementation` gives it: _apply_gate, has_gate, has_bias, is_transposed,
                           is_concatenated; _hf_quantized_needs_local_tp and _is_expert_parallel (not in 5.17), which
                           are set

@@ -141,6 +141,9 @@ def swap_experts(
     whole.quantization_method = config.quant_method
     if hasattr(model, "config"):
         whole.config.quantization_config = config
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._is_quantized = True  # as after loading: Jamba's own code then reads no dt_proj.weight
     if cpu_experts is not None:
         keep_experts_on_cpu(model, cpu_experts)
     prepare_model(model)

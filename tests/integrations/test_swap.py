@@ -31,6 +31,7 @@ from tests.folders import change_config, fp8
 from tests.models import (
     FAMILIES,
     IDS,
+    SMALL,
     aria,
     as_bytes,
     folder,
@@ -240,6 +241,28 @@ def test_linears_with_a_forward_of_their_own_are_refused():
         pruned = make(qwen3_moe)
         prune.l1_unstructured(pruned.model.layers[1].mlp.experts, "down_proj", 0.5)
         swap_experts(pruned, progress=False)
+
+
+@pytest.mark.parametrize("linears", [None, "*.mamba.dt_proj"])
+def test_a_family_that_asks_whether_it_is_quantized(linears, tmp_path):
+    """Jamba reads dt_proj.weight, unless its config says that the model is 4-bit: then it calls the module, and rounds
+    otherwise."""
+    from transformers import JambaConfig, JambaForCausalLM
+
+    def jamba():
+        return JambaForCausalLM(JambaConfig(
+            **{k: v for k, v in SMALL.items() if k != "head_dim"}, intermediate_size=48, num_experts=4,
+            num_experts_per_tok=2, expert_layer_period=1, expert_layer_offset=0, attn_layer_period=2,
+            attn_layer_offset=0, mamba_d_state=16, mamba_dt_rank=16, mamba_expand=1, use_mamba_kernels=False,
+        ))  # fmt: skip
+
+    source = folder(tmp_path, jamba)
+    loaded = load(source, quantization_config=MoeNvfp4Config(linears=linears))
+    swapped = swap_experts(load(source), linears=linears, progress=False)
+    assert torch.equal(logits(swapped), logits(loaded))
+    swapped.save_pretrained(tmp_path / "b")
+    assert torch.equal(logits(load(tmp_path / "b")), logits(swapped))
+    assert not hasattr(load(source).config, "_is_quantized")
 
 
 def test_linears_that_stay_dense_are_named(caplog):
