@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from moe_nvfp4 import Gate, NVFP4Experts, cache, reference
 from moe_nvfp4.kernels.cpu import backend as cpu
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.routing import Rows, group_by_expert
 from moe_nvfp4.weights import ACTIVATIONS
 from tests.common import ROOT, THRESHOLDS, python, python_with_sanitizers, random_layer, relative_error
@@ -152,6 +153,25 @@ def test_special_block_scales(path, T):
     ours, y = (b.gemm1_swiglu(Rows(x), w, groups, torch.float32).values for b in (cpu, reference))
     assert torch.equal(ours.isnan(), y.isnan()) and ours[:, [5, 70]].isnan().all() and not ours[:, 9].any()
     assert relative_error(ours.nan_to_num(), y.nan_to_num()) < THRESHOLDS["fp32"]
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_of_16_bits(path, dtype):
+    """Each is read exactly, subnormals, infinities and NaN too, and results are rounded once, to nearest even."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    x = torch.zeros(len(numbers), 16, dtype=dtype)
+    x[:, 0] = numbers
+    linear = NVFP4Linear(16, 8)
+    linear.weight[:, 0] = torch.arange(8)  # codes 0, .5, 1, ... of the first column
+    linear.get_parameter("weight_sf").fill_(0x38)  # 1
+    linear.get_parameter("weight_global_scale").fill_(1 / 3)
+    product = x[:, :1].float() * torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    y, want = cpu.linear(x, linear.weights), (product * torch.tensor(1 / 3)).to(dtype)
+    if path in ("avx512bf16", "amx") and dtype == torch.bfloat16:  # whose instructions take subnormals for 0
+        normal = ~(torch.minimum(product.abs(), x[:, :1].float().abs()) < 2.0**-126)
+        y, want = y.where(normal, 0), want.where(normal, 0)
+    assert torch.equal(y.isnan(), want.isnan()) and torch.equal(y.nan_to_num(7), want.nan_to_num(7))
 
 
 @needs_library
