@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftType
 from peft.tuners import lora
 from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_adapters_to_merge
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -115,8 +117,22 @@ class LoraModel(lora.LoraModel):
         head = getattr(model, "get_output_embeddings", lambda: None)()
         packed = {n for n, m in model.named_modules() if isinstance(m, NVFP4Linear) and m is not head}
         if self._all_linear and packed:
+            if not isinstance(peft_config.target_modules, str):
+                packed = {n for n in packed if not _is_of_experts(n.rpartition(".")[2], peft_config, model)}
             others = _maybe_include_all_linear_layers(peft_config, model).target_modules
             peft_config.target_modules = others | {n for n in packed if not n.endswith(".base_layer")}
+
+
+def _is_of_experts(name: str, peft_config: LoraConfig, model: nn.Module) -> bool:
+    """Whether PEFT takes `name` in target_modules for the experts' projection of that name, in a model whose experts
+    were linears once. In loading it would lose an adapter on another linear of that name, such as a shared expert's."""
+    alone = copy(peft_config)
+    alone.target_modules = {name}
+    try:
+        convert_peft_config_for_transformers(alone, model, None)
+    except ValueError:  # gate_proj without up_proj
+        return True
+    return name not in (alone.target_modules or ())
 
 
 def register() -> None:

@@ -36,6 +36,7 @@ from tests.common import relative_error  # noqa: E402
 from tests.folders import awq, is_linear, quantized  # noqa: E402
 from tests.models import (  # noqa: E402
     IDS,
+    deepseek,
     dense_like,
     folder,
     gemma4,
@@ -155,6 +156,21 @@ def test_packed_linears(r, tmp_path):
     assert adapters(every) == adapters(dense) and any("k_proj" in name for name in adapters(every))
     every.add_adapter("second", config(experts=False, target_modules="all-linear"))
     assert len(adapters(every)) == 2 * len(adapters(dense))
+
+
+def test_all_linears_where_peft_takes_names_for_those_of_experts(tmp_path):
+    """In DeepSeek's models PEFT makes gate_proj, up_proj and down_proj the experts' parameters, whenever it reads a
+    config: adapters of shared experts and dense MLPs would not be read again."""
+    four_bit = swap_experts(make(deepseek, torch.float32), linears="all", progress=False)
+    four_bit.save_pretrained(tmp_path / "base")
+    dense, mine = (
+        get_peft_model(model, config(experts=False, target_modules="all-linear"))
+        for model in (dense_like(four_bit), four_bit)
+    )
+    assert adapters(mine) == adapters(dense) and any("kv_b_proj" in name for name in adapters(mine))
+    mine.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(load(tmp_path / "base", torch.float32), tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(mine))
 
 
 # ---- several adapters, merging -------------------------------------------------------------------
