@@ -368,7 +368,7 @@ def extremes(at: Place) -> Iterator[Case]:
                         yield Case(f"{name} far from 0, {here}", _with_up_scales(30, 4, 96, 64, gate), batch, True)
                     continue
                 layer = _with_up_scales(8, 4, 96, 64, activations=activations)
-                layer.gate_up_proj_sf[..., 0] = 0  # so that only the small blocks count
+                layer.get_parameter("gate_up_proj_sf")[..., 0] = 0  # so that only the small blocks count
                 small = torch.cat([x[:, :16] * 2**12, x[:, 16:] / 8], dim=1)
                 yield Case(f"small blocks beside a large one, {here}", layer, (small, *routing), True)
                 layer = layer_of(4, 96, 64, activations=activations, static=True)

@@ -288,6 +288,13 @@ def test_four_over_six_by_hand():
     assert split_nibbles(codes) == [[6] + [13] * 15, [7, 15] * 8, [7] * 16]
     assert nvfp4.quantize(x[:1], 1.0)[1].float().item() == 11 / 16
     assert nvfp4.quantize(x, four_over_six=True)[2].item() == 6000 / 1536
+    # exact by code 4, whose scale may replace 2^-6, but none below it
+    small = torch.tensor([[6.0] + [-4.5] * 15]) * 2.0**-6
+    assert nvfp4.quantize(small, 1.0, four_over_six=True)[1].float().item() == 1.5 * 2**-6
+    assert nvfp4.quantize(small * 0.875, 1.0, four_over_six=True)[1].float().item() == 0.875 * 2**-6
+    for exponent, sf in ((-101, 1.0), (-100, 1.5), (100, 1.5), (101, 1.0)):  # of global scales
+        x = small * 2.0**6 * 2.0**exponent
+        assert nvfp4.quantize(x, 2.0**exponent, four_over_six=True)[1].float().item() == sf
 
 
 @settings(max_examples=60, deadline=None)

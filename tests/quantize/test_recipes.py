@@ -116,6 +116,13 @@ def test_special_blocks(recipe):
     check(w, recipe, gs=f32(0.001))  # saturates: 6 is beyond 6 * 448 * 0.001
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_smallest_scales(recipe):
+    """Scales from 0 over 2^-9, the smallest, to the first normal numbers."""
+    size = torch.exp2(torch.linspace(-9, -1, 40))[:, None]
+    check(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)) * size * 2**-5, recipe, gs=1.0)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @settings(max_examples=40, deadline=None)
