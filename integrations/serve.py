@@ -52,6 +52,7 @@ def serve_command(
                 f"{own[0]}: moe-nvfp4 serve gives --model and --quantization itself, and vLLM would take yours in "
                 "their place: leave it out, or run vllm serve"
             )
+        names += _keys_of_file(options)
         if cpu_experts is not None:
             if any(name.startswith("--hf-o") for name in names):  # vLLM completes the names of options
                 raise ValueError(
@@ -78,6 +79,19 @@ def serve_command(
         )
     code = TRANSFORMERS.format(str(Path(__file__).parents[2]))
     return [sys.executable, "-P", "-c", code, "serve", model, *options]
+
+
+def _keys_of_file(options: Sequence[str]) -> list[str]:
+    """The options in the YAML file that --config names, over which those of a command line win."""
+    import yaml  # of transformers and vLLM
+
+    words = [word for option in options for word in option.split("=", 1)]
+    if "--config" not in words[:-1]:
+        return []
+    with suppress(OSError, ValueError, yaml.YAMLError):  # vLLM says what is wrong with it
+        read = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text("utf-8"))
+        return [f"--{key}".replace("_", "-") for key in read] if isinstance(read, dict) else []
+    return []
 
 
 def _becomes_nvfp4(model: str) -> bool:

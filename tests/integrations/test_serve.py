@@ -37,8 +37,13 @@ def test_vllm_is_told_of_files_that_become_nvfp4(monkeypatch, tmp_path):
         PretrainedConfig(quantization_config=said).save_pretrained(tmp_path / str(i))
         command = serve.serve_command(str(tmp_path / str(i)), "vllm", ["--port", "1"])
         assert (command[6:8] == ["--load-format", "moe_nvfp4"]) is told and command[-2:] == ["--port", "1"], command
-        command = serve.serve_command(str(tmp_path / str(i)), "vllm", ["--load_format=dummy"])
-        assert "--load-format" not in command
+        for options in (["--load_format=dummy"], [f"--config={yaml_file(tmp_path, 'load_format: dummy')}"]):
+            assert "--load-format" not in serve.serve_command(str(tmp_path / str(i)), "vllm", options)
+
+
+def yaml_file(folder, text):
+    (folder / "options.yaml").write_text(text)
+    return str(folder / "options.yaml")
 
 
 @pytest.mark.slow
@@ -98,7 +103,7 @@ def test_options_after_the_model_are_the_engines(monkeypatch, capsys):
         assert text in capsys.readouterr().err
 
 
-def test_experts_on_the_cpu_are_an_option_of_vllm(monkeypatch, capsys):
+def test_experts_on_the_cpu_are_an_option_of_vllm(monkeypatch, tmp_path, capsys):
     installed(monkeypatch, "vllm", "transformers", "fastapi", "accelerate")
     ran = []
     monkeypatch.setattr(os, "execv", lambda file, command: ran.append(command))
@@ -113,6 +118,10 @@ def test_experts_on_the_cpu_are_an_option_of_vllm(monkeypatch, capsys):
         (["--cpu-experts", "12", "some/model", "--hf_overrides", "{}"], "vLLM takes the latter once"),
         (["--cpu-experts", "12", "some/model", "--hf-over", "{}"], "vLLM takes the latter once"),
         (["--cpu-experts", "12", "some/model", "--hf_overrides.a.b", "c"], "vLLM takes the latter once"),
+        (
+            ["--cpu-experts", "12", "some/model", "--config", yaml_file(tmp_path, "hf-overrides: {rope_theta: 1}")],
+            "vLLM takes the latter once",
+        ),
         (["--engine", "transformers", "--cpu-experts", "all", "some/model"], "no option for it: install vLLM"),
     ]:
         assert cli.main(["serve", *arguments]) == 2 and len(ran) == 2
