@@ -83,11 +83,11 @@ def serve_command(
 
 def _keys_of_file(options: Sequence[str]) -> list[str]:
     """The options in the YAML file that --config names, over which those of a command line win."""
-    import yaml  # of transformers and vLLM
-
     words = [word for option in options for word in option.split("=", 1)]
     if "--config" not in words[:-1]:
         return []
+    import yaml  # of transformers and vLLM
+
     with suppress(OSError, ValueError, yaml.YAMLError):  # vLLM says what is wrong with it
         read = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text("utf-8"))
         return [f"--{key}".replace("_", "-") for key in read] if isinstance(read, dict) else []

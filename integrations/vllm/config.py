@@ -354,9 +354,11 @@ def gate_settings(hf_config: Any) -> dict[str, Any]:
 
 def _check_overrides(hf_config: Any) -> None:
     """ValueError for options in another place of --hf-overrides, which transformers takes for one of the model's."""
-    text = None if hf_config is None else hf_config.get_text_config()
-    for config, place in ((hf_config, ""), (None if text is hf_config else text, "text_config.")):
-        said = vars(config) if config is not None else {}
+    if hf_config is None:
+        return
+    text = hf_config.get_text_config()
+    for place, config in [("", hf_config)] + [("text_config.", text)] * (text is not hf_config):
+        said = vars(config)
         other = [key for key in difflib.get_close_matches(NAME, said, cutoff=0.8) if key != NAME or place]
         # a model's own key of that name has other values
         other += [key for key in said if said[key] in tuple(VALUES.get(key, ())) or key == "cpu_experts"]
