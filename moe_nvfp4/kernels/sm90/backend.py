@@ -199,9 +199,9 @@ def route(
 ) -> tuple[Groups, Tensor, Tensor, Rows | None]:
     """(groups as of `routing.group_by_expert`, the token of each row, `sync` zeros for the GEMMs, NVFP4 rows of x).
 
-    If x [T, K] is given, its rows are bf16 code * sf [T, K] with fp32 scales [T]; with a static `scale` fp32 [E], they
-    have a row for each assignment instead, unless it is the same for all experts. Values and scales are those of
-    `reference.quantize_rows`.
+    If x [T, K] is given, its rows are bf16 code * sf [T, K] with fp32 scales [T]. With a static `scale` fp32 [E], each
+    assignment has a row, and its number stands in place of the token, unless `Route.slots` lets a token's share one.
+    Values and scales are those of `reference.quantize_rows`.
 
     An id outside the legal range prints the rule and traps, and the next synchronization raises.
     """
