@@ -187,8 +187,13 @@ SPOILT = {  # group, function, what its arguments become
 
 def test_adapters_that_change_places_are_found(monkeypatch):
     """Products that take each expert's first adapter for its second."""
-    right, other = stages.grouped_mm, torch.arange(15).view(5, 3)[:, [1, 0, 2]].flatten()
-    monkeypatch.setattr(stages, "grouped_mm", lambda a, b, offsets: right(a, b[other] if len(b) == 15 else b, offsets))
+    right, other = stages._Parts.of, torch.arange(15).view(5, 3)[:, [1, 0, 2]].flatten()
+
+    def mixed(adapter, groups):
+        parts = right(adapter, groups)
+        return parts._replace(a=parts.a[other], b=parts.b[other]) if len(parts.a) == 15 else parts
+
+    monkeypatch.setattr(stages._Parts, "of", mixed)
     place = cases.Place(cases.named("reference"), torch.device("cpu"), quick=True)
     found = [(finding.case[:3], finding.right) for finding in cases.findings(place, "adapters")]
     assert found == [("one", True)] * 4 + [("3 o", True)] + [("3 o", False)] * 3  # a token alone has none

@@ -196,6 +196,55 @@ def test_quantize_edges(path):
     assert torch.equal(a.sf.clamp(max=0x7F), b.sf.clamp(max=0x7F))
 
 
+adapters = st.fixed_dictionaries(dict(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=5), unrouted=st.integers(0, 2),
+    K=st.sampled_from([8, 40, 520, 1100]), N=st.sampled_from([8, 40, 520, 1100]),
+    rank=st.sampled_from([1, 8, 24, 520, 600]), slots=st.integers(1, 3), dtype=st.sampled_from(DTYPES),
+    bare=st.booleans(), indexed=st.booleans(), seed=st.integers(0, 999),
+))  # fmt: skip
+
+
+def check_adapter(problem):
+    """Against a loop over rows in float64; rows to which nothing is added keep their bits."""
+    sizes, K, N, rank, slots, dtype = (problem[key] for key in ("sizes", "K", "N", "rank", "slots", "dtype"))
+    torch.manual_seed(problem["seed"])
+    G, R = len(sizes), sum(sizes) + problem["unrouted"]
+    a, b = torch.randn(G, rank, K, dtype=dtype) / K**0.5, torch.randn(G, N, rank, dtype=dtype) / rank**0.5
+    x, out = torch.randn(max(R, 1), K, dtype=dtype), torch.randn(R, N, dtype=dtype)
+    bare = torch.rand(R) < 0.3 if problem["bare"] else None
+    index = torch.randint(len(x) * slots, (R,), dtype=torch.int32) if problem["indexed"] else None
+    target = torch.randperm(R).int() if problem["indexed"] else None
+    offsets = torch.tensor([0, *sizes]).cumsum(0).int()
+    want, changed = out.double(), torch.zeros(R, dtype=torch.bool)
+    for r, g in enumerate(torch.arange(G).repeat_interleave(torch.tensor(sizes)).tolist()):
+        if bare is None or not bare[r]:
+            row, to = (r, r) if index is None else (index[r] // slots, target[r])
+            want[to] += b[g].double() @ (a[g].double() @ x[row].double())
+            changed[to] = True
+    got = out.clone()
+    cpu.add_low_rank(got, x, a, b, offsets, bare, index, slots, target)
+    assert torch.equal(got[~changed], out[~changed])
+    if changed.any():
+        assert relative_error(got, want) < THRESHOLDS["fp32" if dtype == torch.float32 else "half"]
+
+
+@needs_library
+def test_adapters(path):
+    @settings(max_examples=40, deadline=None)
+    @given(adapters)
+    def any_adapter(problem):
+        check_adapter(problem)
+
+    any_adapter()
+    x, offsets, index = (
+        torch.ones(2, 8),
+        torch.tensor([0, 2], dtype=torch.int32),
+        torch.tensor([0, 4], dtype=torch.int32),
+    )
+    with pytest.raises(ValueError, match="each index must be that of a row"):
+        cpu.add_low_rank(torch.ones(2, 8), x, x[None, :1], x.T[None, :, :1].contiguous(), offsets, None, index, 2, None)
+
+
 @needs_library
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_same_bits_twice_and_for_any_number_of_threads(path, activations):
@@ -535,6 +584,9 @@ for parallel, seeds in ((cpu._parallel(), 10), (None, 3)):  # which threads run 
                          T=pick([0, 1, 3, 7, 30]), k=pick([1, 2, 3]), gate=t.GATES[seed % len(t.GATES)],
                          bias=pick([None, *t.DTYPES]), dtype=t.DTYPES[count % 3],
                          activations=["bf16", "nvfp4"][seed // 2 % 2], static=seed % 2 == 0, seed=seed))
+            t.check_adapter(dict(sizes=pick([[1], [0, 3, 2], [4, 0, 0, 1]]), unrouted=seed % 2, K=pick([8, 520, 1100]),
+                                 N=pick([8, 520, 1100]), rank=pick([1, 24, 600]), slots=pick([1, 2]),
+                                 dtype=t.DTYPES[count % 3], bare=seed % 2 == 0, indexed=seed % 3 > 0, seed=seed))
             count += 1
 print("clean", count)
 """

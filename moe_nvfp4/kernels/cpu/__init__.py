@@ -11,12 +11,23 @@ from moe_nvfp4 import mapped
 from moe_nvfp4.kernels.backend import Backend, Device, dequantized
 from moe_nvfp4.weights import Matrices
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FEW = 32  # rows of a group, on average, that `add_low_rank` takes
+
 
 class CPU(Backend):
     name = device_type = "cpu"
 
     def unavailable(self, device: Device) -> str | None:
         return "runs on CPUs" if device.type != "cpu" else self.functions.missing()
+
+    def add_low_rank(self, out: Tensor, x: Tensor, a: Tensor, *others: Any) -> bool:
+        """For few rows in a group: torch's grouped product is the faster one for many. One dtype for all."""
+        one_dtype = x.dtype in FLOATS and out.dtype == x.dtype == a.dtype
+        if len(out) > FEW * len(a) or not (one_dtype and out.is_contiguous()):
+            return False
+        self.functions.add_low_rank(out, x, a, *others)
+        return True
 
     # For weights that stay in their files.
 

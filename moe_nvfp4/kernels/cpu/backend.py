@@ -78,7 +78,11 @@ class _Combine(ctypes.Structure):
     _fields_ = _fields("slots weights out", "T top_k H weights_type out_type")
 
 
-_STAGES = (_Group, _Quantize, _Gemm, _Combine)  # as cpu.c numbers them
+class _LowRank(ctypes.Structure):
+    _fields_ = _fields("x a b offsets bare index target low out", "type x_rows R G K N rank slots")
+
+
+_STAGES = (_Group, _Quantize, _Gemm, _Combine, _LowRank)  # as cpu.c numbers them
 # These pack a stage into bytes, a few microseconds faster than ctypes: its number, its 8-byte words, its fields.
 _CODES = {ctypes.c_void_p: "Q", ctypes.c_int64: "q", ctypes.c_float: "f", ctypes.c_int32: "i"}
 _PACK = {
@@ -284,6 +288,21 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     y = _gemm2(program, rows, w.matrix.stacked(), groups, torch.ones(T, 1, dtype=torch.float32, device="cpu"), x.dtype)
     program.run()
     return y
+
+
+def add_low_rank(
+    out: Tensor, x: Tensor, a: Tensor, b: Tensor, offsets: Tensor, bare: Tensor | None, index: Tensor | None,
+    slots: int, target: Tensor | None,
+) -> None:  # fmt: skip
+    """Add x · Aᵀ · Bᵀ to out [R, N], contiguous, in fp32 up to the end: row r, which is row index[r] // slots of x, to
+    row target[r]. a [G, rank, K] and b [G, N, rank] are those of its group; nothing is added to rows that are bare, or
+    beyond the last group. One dtype for all."""
+    assert out.is_contiguous() and out.dtype == x.dtype == a.dtype == b.dtype
+    program, R, (G, rank, K) = _Program(), len(out), a.shape
+    low = program.empty(R, rank, dtype=torch.float32, device="cpu")
+    tensors = [x, a, b, offsets, bare, index, target, low, out]
+    program.add(_LowRank, tensors, _TYPES[x.dtype], x.shape[0], R, G, K, out.shape[1], rank, slots)
+    program.run()
 
 
 def gather(table: Tensor, kind: int, to: Tensor) -> None:

@@ -43,7 +43,7 @@
 
 enum { FP32, BF16, FP16, NVFP4 };          /* element types, as backend.py numbers them */
 enum { RAW, RELU2, SILU, GELU_TANH };      /* gate kinds */
-enum { GROUP, QUANTIZE, GEMM, COMBINE };   /* stages */
+enum { GROUP, QUANTIZE, GEMM, COMBINE, LOW_RANK }; /* stages */
 enum { TILE = 64, K_BLOCK = 256, CHUNK = 256, MAX_STAGES = 8 }; /* rows, elements, tokens */
 
 /* ---- numbers ---- */
@@ -145,6 +145,22 @@ INLINE float load(const void *p, int type, int64_t i) {
          : type == BF16 ? number((uint32_t)((const uint16_t *)p)[i] << 16) : from_f16(((const uint16_t *)p)[i]);
 }
 
+INLINE void load_all(const void *p, int type, int64_t at, float *v, int64_t n) {
+    if (type == FP32) memcpy(v, (const float *)p + at, 4 * n);
+    else if (type == BF16) for (int64_t i = 0; i < n; i++) v[i] = number((uint32_t)((const uint16_t *)p)[at + i] << 16);
+    else for (int64_t i = 0; i < n; i++) v[i] = from_f16(((const uint16_t *)p)[at + i]);
+}
+
+/* The sum of a[i] * b[i], in `lanes` (at most 32) sums side by side. */
+INLINE float dot(const float *a, const float *b, int64_t n, int lanes) {
+    float sums[32] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + lanes <= n; i += lanes) for (int l = 0; l < lanes; l++) sums[l] += a[i + l] * b[i + l];
+    for (; i < n; i++) sum += a[i] * b[i];
+    for (int l = 0; l < lanes; l++) sum += sums[l];
+    return sum;
+}
+
 INLINE void store_all(void *p, int type, int64_t at, const float *v, int64_t n) {
     if (type == FP32) memcpy((float *)p + at, v, 4 * n);
     else if (type == BF16) for (int64_t i = 0; i < n; i++) ((uint16_t *)p)[at + i] = to_bf16(v[i]);
@@ -215,13 +231,25 @@ typedef struct {
     int64_t T, top_k, H, weights_type, out_type;
 } Combine;
 
+typedef struct {
+    const void *x;          /* [x_rows, K] */
+    const void *a, *b;      /* [G, rank, K] and [G, N, rank], of x's type */
+    const int32_t *offsets; /* [G + 1]: rows that share matrices */
+    const uint8_t *bare;    /* [R]: rows to which nothing is added; or NULL */
+    const int32_t *index;   /* row r is x[index[r] / slots]; or NULL */
+    const int32_t *target;  /* row r is added to out[target[r]]; or NULL */
+    float *low;             /* [R, rank], in between */
+    void *out;              /* [R, N], of x's type */
+    int64_t type, x_rows, R, G, K, N, rank, slots;
+} LowRank;
+
 /* How many bytes of each struct backend.py fills, in the order of the stages. It compares them with its own structs. */
 _Static_assert(sizeof(void *) == 8, "pointers and integers travel as 8-byte words");
-_Static_assert(sizeof(Group) == 7 * 8 && sizeof(Combine) == 8 * 8, "no padding");
+_Static_assert(sizeof(Group) == 7 * 8 && sizeof(Combine) == 8 * 8 && sizeof(LowRank) == 17 * 8, "no padding");
 _Static_assert(offsetof(Quantize, work) == 14 * 8 && offsetof(Gemm, rows) == 29 * 8, "no padding");
 void stage_bytes(int64_t *bytes) {
     bytes[GROUP] = sizeof(Group), bytes[QUANTIZE] = offsetof(Quantize, work);
-    bytes[GEMM] = offsetof(Gemm, rows), bytes[COMBINE] = sizeof(Combine);
+    bytes[GEMM] = offsetof(Gemm, rows), bytes[COMBINE] = sizeof(Combine), bytes[LOW_RANK] = sizeof(LowRank);
 }
 
 INLINE int64_t sf_offset(int64_t row, int64_t block, int64_t K16) { /* in the 128x4 layout */
@@ -235,6 +263,12 @@ INLINE int64_t expert_of(const int32_t *offsets, int64_t E, int64_t row) { /* E:
         if (offsets[middle + 1] <= row) low = middle + 1; else high = middle;
     }
     return low;
+}
+
+/* Which group a row of an adapter belongs to; -1: nothing is added to it. */
+INLINE int64_t group_of(const LowRank *l, int64_t row) {
+    int64_t g = expert_of(l->offsets, l->G, row);
+    return g == l->G || (l->bare && l->bare[row]) ? -1 : g;
 }
 
 /* How many of the tokens are multiplied while the weights are decoded: as many as the registers have room for. */
@@ -254,13 +288,13 @@ static void padded_starts(const int32_t *offsets, int64_t E, int64_t *starts) {
 /* ---- the loops of an instruction set ---- */
 
 typedef struct {
-    Task *arrange, *weave, *item, *quantize, *quantize_token, *combine; /* weave: or NULL */
+    Task *arrange, *weave, *item, *quantize, *quantize_token, *combine, *shrink_rows, *expand_rows; /* weave: or NULL */
     int64_t element, step, few; /* bytes of an Element, STEP, FEW */
 } Path;
 
 /* A token's result is computed in parts, so that a single token is not left to one thread. */
 enum { PART = 512 };
-INLINE int64_t parts_of(const Combine *c) { return (c->H + PART - 1) / PART; }
+INLINE int64_t parts_of(int64_t columns) { return (columns + PART - 1) / PART; }
 
 /* Entry i of a table of mapped.py: an address in 48 bits, under 16 bits that tell whether anybody edited the entry (an
    average of weights, say), which would end in a SIGSEGV or in other weights. */
@@ -778,7 +812,7 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
    threads go through all stages together. Returns 0; -1 if out of memory; -2 if a Group finds an illegal id; -3 if
    offsets or indices do not fit; -4 if mapped weights are not in their file any more, -5 if their table was edited. */
 int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads, Parallel *parallel) {
-    struct { int64_t kind, bytes; union { Group group; Quantize quantize; Gemm gemm; Combine combine; }; }
+    struct { int64_t kind, bytes; union { Group group; Quantize quantize; Gemm gemm; Combine combine; LowRank low; }; }
         stages[MAX_STAGES], *end = stages + count, *s;
     const Path *p = PATHS[path];
     _Atomic int64_t lost = 0;
@@ -809,7 +843,15 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
             add_phase(&job, p->quantize, q, q->R, q->R * q->K, threads);
         } else if (s->kind == COMBINE) {
             const Combine *c = &s->combine;
-            add_phase(&job, p->combine, c, c->T * parts_of(c), c->T * c->top_k * c->H, threads);
+            add_phase(&job, p->combine, c, c->T * parts_of(c->H), c->T * c->top_k * c->H, threads);
+        } else if (s->kind == LOW_RANK) {
+            const LowRank *l = &s->low;
+            if (!fits(l->offsets, l->G, l->R, l->index, l->x_rows * l->slots) || !fits(l->offsets, l->G, l->R, l->target, l->R)) {
+                failed = -3;
+                break;
+            }
+            add_phase(&job, p->shrink_rows, l, l->R, l->R * l->rank * l->K, threads);
+            add_phase(&job, p->expand_rows, l, l->R * parts_of(l->N), l->R * l->rank * l->N, threads);
         } else {
             const Gemm *g = &s->gemm;
             if (!fits(g->offsets, g->E, g->R, g->index, g->x_rows) || !fits(g->offsets, g->E, g->R, g->target, g->R)) {

@@ -534,7 +534,7 @@ static TARGET void NAME(combine)(const void *problem, int64_t i, int64_t next, i
     (void)next, (void)thread;
     const Combine *c = problem;
     float sum[64];
-    int64_t parts = parts_of(c), t = i / parts, h0 = i % parts * PART;
+    int64_t parts = parts_of(c->H), t = i / parts, h0 = i % parts * PART;
     for (int64_t h = h0; h < MIN(h0 + PART, c->H); h += 64) {
         int64_t n = MIN(64, c->H - h);
         memset(sum, 0, sizeof sum);
@@ -548,8 +548,47 @@ static TARGET void NAME(combine)(const void *problem, int64_t i, int64_t next, i
     }
 }
 
+/* low = x * A^T of a row. */
+static TARGET void NAME(shrink_rows)(const void *problem, int64_t r, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const LowRank *l = problem;
+    int64_t g = group_of(l, r), row = l->index ? l->index[r] / l->slots : r;
+    float *low = l->low + r * l->rank, x[PART], a[PART];
+    if (g < 0) return;
+    memset(low, 0, 4 * l->rank);
+    for (int64_t k = 0; k < l->K; k += PART) {
+        int64_t n = MIN(PART, l->K - k);
+        load_all(l->x, (int)l->type, row * l->K + k, x, n);
+        for (int64_t j = 0; j < l->rank; j++) {
+            load_all(l->a, (int)l->type, (g * l->rank + j) * l->K + k, a, n);
+            low[j] += dot(x, a, n, 32);
+        }
+    }
+}
+
+/* out += low * B^T, for a part of a row's columns. */
+static TARGET void NAME(expand_rows)(const void *problem, int64_t i, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const LowRank *l = problem;
+    int64_t parts = parts_of(l->N), r = i / parts, first = i % parts * PART, g = group_of(l, r);
+    int64_t n = MIN(PART, l->N - first), at = (l->target ? l->target[r] : r) * l->N + first;
+    const float *low = l->low + r * l->rank;
+    float sum[PART], b[PART];
+    if (g < 0) return;
+    load_all(l->out, (int)l->type, at, sum, n);
+    int64_t each = MIN(l->rank, PART), rows = PART / each; /* of B, that are loaded at once */
+    for (int64_t c = 0; c < n; c += rows)
+        for (int64_t j = 0; j < l->rank; j += each) {
+            int64_t some = MIN(rows, n - c), m = MIN(each, l->rank - j);
+            load_all(l->b, (int)l->type, (g * l->N + first + c) * l->rank + j, b, some * m);
+            for (int64_t q = 0; q < some; q++) sum[c + q] += dot(low + j, b + q * m, m, 8);
+        }
+    store_all(l->out, (int)l->type, at, sum, n);
+}
+
 static const Path NAME(path) = {
-    NAME(arrange), WEAVE, NAME(item), NAME(quantize), NAME(quantize_token), NAME(combine), sizeof(Element), STEP, FEW};
+    NAME(arrange), WEAVE, NAME(item), NAME(quantize), NAME(quantize_token), NAME(combine), NAME(shrink_rows),
+    NAME(expand_rows), sizeof(Element), STEP, FEW};
 #endif
 
 #undef LANES
