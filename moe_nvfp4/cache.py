@@ -10,6 +10,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 CHECKSUM = 32  # bytes
@@ -54,3 +55,9 @@ def keep(target: Path, make: Callable[[str], object]) -> None:
         os.replace(made, target)
     finally:
         made.unlink(missing_ok=True)
+
+
+def try_to_keep(target: Path, make: Callable[[str], object]) -> None:
+    """`keep`, but on a full disk, or if the folder is gone, the next process makes it again."""
+    with suppress(OSError):
+        keep(target, make)

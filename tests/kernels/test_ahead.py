@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -249,6 +250,21 @@ def test_kernels_are_built_once(own_cache, tmp_path, monkeypatch):
     finally:
         ahead._brought.cache_clear()
     assert {file.name: file.read_bytes() for file in own_cache.glob("*.o")} == built
+
+
+@pytest.mark.parametrize("brought", [False, True])
+def test_a_folder_that_is_gone(own_cache, tmp_path, monkeypatch, brought):
+    """What cannot be kept, as on a full disk, runs all the same."""
+    launch = pytest.importorskip("moe_nvfp4.kernels.portable.launch", reason="compiles Triton's kernels")
+    variant = (8, 0), "module", "kernel", (), (), ()
+    if brought:
+        with zipfile.ZipFile(tmp_path / "compiled.zip", "w") as archive:
+            archive.writestr(launch.cubins.file(*variant).name, b"code")
+        monkeypatch.setattr(ahead, "BROUGHT", tmp_path / "compiled.zip")
+    monkeypatch.setattr(ahead, "_brought", ahead._brought.__wrapped__)
+    monkeypatch.setattr(launch, "compile_kernel", lambda *variant: b"code")
+    shutil.rmtree(ahead.kernel_folder())
+    assert launch.cubins.code(*variant) == b"code" and not own_cache.exists()
 
 
 @pytest.mark.slow

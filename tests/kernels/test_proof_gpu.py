@@ -82,7 +82,7 @@ def test_planted_mistakes(mistake, unproven, monkeypatch):
     assert re.search(MISTAKES[mistake], str(caught[0].message))
     assert right(layer)
     notes = [json.loads(file.read_text()) for file in (unproven / "cache/checks").glob("*.json")]
-    assert {note["backend"]: note["right"] for note in notes} == {b.name: b is not best for b in (best, *others)}
+    assert {note["backend"]: note["right"] for note in notes} == {b.name: b is not best for b in (best, *others[:1])}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

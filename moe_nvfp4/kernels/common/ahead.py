@@ -29,7 +29,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from moe_nvfp4.cache import CHECKSUM, keep, own_folder
+from moe_nvfp4.cache import CHECKSUM, own_folder, try_to_keep
 from moe_nvfp4.child import interpreter
 from moe_nvfp4.devices import cores
 from moe_nvfp4.kernels.backend import Gpu
@@ -148,7 +148,7 @@ def kernel_file(suffix: str, *parts: object) -> Path | None:
     file = folder / f"{key.hexdigest()[:32]}{suffix}"
     if (archive := _brought()) and file.name in archive.NameToInfo and not file.exists():
         data = archive.read(file.name)
-        keep(file, lambda name: Path(name).write_bytes(data[:-CHECKSUM]))
+        try_to_keep(file, lambda name: Path(name).write_bytes(data[:-CHECKSUM]))
     return file
 
 

@@ -17,7 +17,7 @@ import torch
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from moe_nvfp4.cache import is_whole, keep
+from moe_nvfp4.cache import is_whole, try_to_keep
 from moe_nvfp4.kernels.common import ahead
 
 _OPTIONS = "--enable-tvm-ffi"
@@ -68,5 +68,5 @@ def build(kernel: object, arguments: tuple, architecture: str) -> None:
 def _compile(kernel: object, arguments: tuple, target: Path | None) -> Callable:
     function = cute.compile(kernel, *arguments, make_fake_stream(use_tvm_ffi_env_stream=True), options=_OPTIONS)
     if target is not None:
-        keep(target, lambda name: function.export_to_c(name, function_name="kernel"))
+        try_to_keep(target, lambda name: function.export_to_c(name, function_name="kernel"))
     return function

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe_nvfp4.cache import CHECKSUM, is_whole, keep
+from moe_nvfp4.cache import CHECKSUM, is_whole, try_to_keep
 from moe_nvfp4.kernels.common import ahead
 from moe_nvfp4.kernels.portable.driver import Function
 
@@ -118,7 +118,7 @@ class _Cubins(ahead.Variants):
             return file.read_bytes()[:-CHECKSUM]
         code = compile_kernel(capability, *variant)
         if file is not None:
-            keep(file, lambda name: Path(name).write_bytes(code))
+            try_to_keep(file, lambda name: Path(name).write_bytes(code))
         return code
 
     def load(self, gpu: ahead.Gpu, capability: tuple[int, int], *variant: Any) -> None:
