@@ -30,6 +30,7 @@ from moe_nvfp4.kernels.sm90.plan import (  # noqa: E402
     NARROW,
     TILE_SHAPES,
     TWO_CTAS,
+    TWO_IN_2,
     WIDE,
     LayerShape,
     plan_for,
@@ -120,6 +121,7 @@ W4A16 = {
     "8, K in 2": (K_IN_2, RELU2, torch.bfloat16, [8, 1], 2),
     "8": (TILE_SHAPES[0], OAI, torch.bfloat16, [3, 17, 0, 1], 1),
     "8, pair": (TWO_CTAS, SILU, None, [9, 2], 1),
+    "8, pair, K in 2": (TWO_IN_2, OAI, torch.bfloat16, [9, 2], 2),
     "24": (TILE_SHAPES[1], RELU2, None, [7, 41], 1),
     "32": (TILE_SHAPES[2], SILU, torch.float32, [33, 20], 2),
     **{str(tile.BN): (tile, gate, bias, [tile.BN + 9, 20], split_k)
@@ -129,7 +131,7 @@ W4A16 = {
 }  # fmt: skip
 
 
-SHAPES = (*TILE_SHAPES, K_IN_4, K_IN_2, TWO_CTAS)
+SHAPES = (*TILE_SHAPES, K_IN_4, K_IN_2, TWO_CTAS, TWO_IN_2)
 
 
 def test_every_tile_shape_is_here():
@@ -153,10 +155,20 @@ def test_bf16_rows_leave_static_scales_alone(emulator):
 
 
 def test_what_the_plan_chooses(emulator):
-    for I, KS, weights in ((144, 4, torch.bfloat16), (304, 2, torch.float64)):
+    for I, tile, weights in ((144, K_IN_4, torch.bfloat16), (368, TWO_IN_2, torch.float64)):
         layer = make_layer(1, 64, I)
         (kernel,) = check(emulator, layer, random_ids([3], 0, 1), weights=weights)
-        assert kernel.t.BN == 8 and kernel.t.KS == KS
+        assert kernel.t == tile
+
+
+def test_tiles_of_few_tokens():
+    """As measured: short tiles where there are few, or few experts; long ones where there are many."""
+    layer = lambda E, H, I: LayerShape(SILU, False, False, False, False, E, H, I)
+    qwen, mixtral, deepseek = layer(128, 2048, 768), layer(8, 4096, 14336), layer(32, 7168, 2048)
+    chosen = lambda shape, top_k: [plan_for(shape, T, top_k, 132).tile for T in (1, 4, 8)]
+    assert chosen(qwen, 8) == [K_IN_4, K_IN_2, TILE_SHAPES[0]]
+    assert chosen(mixtral, 2) == [TWO_IN_2, TWO_IN_2, K_IN_2]
+    assert chosen(deepseek, 8) == [K_IN_2, K_IN_2, K_IN_2]
 
 
 def test_no_part_of_k_is_empty():
@@ -241,6 +253,7 @@ def same_rows(ids, K, static, dtype, four_over_six):
 W4A4 = {
     "K in 4": (K_IN_4, SILU, None, [1, 0, 2], 1, False),
     "K in 2": (K_IN_2, OAI, torch.bfloat16, [8, 1], 2, False),
+    "pair, K in 2": (TWO_IN_2, SILU, None, [3, 0, 8], 2, True),
     "8": (TILE_SHAPES[0], RELU2, None, [3, 17, 0, 1], 1, True),
     "24": (TILE_SHAPES[1], SILU, torch.bfloat16, [16, 3, 18], 2, False),
     "32": (TILE_SHAPES[2], OAI, torch.bfloat16, [33, 20], 2, True),
