@@ -9,6 +9,7 @@ from typing import Any
 from moe_nvfp4.quantize.dialects.base import EMBEDDING, Dialect, QuantizationInfo, as_patterns, check_group
 
 FORMAT = "nvfp4-pack-quantized"
+HEAD = "re:.*lm_head$"  # a target of its own, as the name of vLLM's class for heads does not contain "Linear"
 
 
 class CompressedTensors(Dialect):
@@ -57,13 +58,14 @@ class CompressedTensors(Dialect):
             "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
             "scale_dtype": "torch.float8_e4m3fn",
         }  # fmt: skip
+        head = [] if "lm_head" in ignore else [HEAD]  # only if it is there: its readers warn of targets that are not
         return {
             "quant_method": "compressed-tensors",
             "format": FORMAT,
             "quantization_status": "compressed",
             "config_groups": {
                 "group_0": {
-                    "targets": ["Linear"],
+                    "targets": ["Linear", *head],
                     "format": FORMAT,
                     "weights": {**numbers, "dynamic": False},
                     "input_activations": {**numbers, "dynamic": "local"} if input_scale else None,

@@ -1,5 +1,6 @@
 """4-bit linears in vLLM on a CPU, where it has no kernels for them: the numbers of this library under transformers."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,19 @@ def test_folders_of_ours(folders, one_rank, name):
     assert any("q_proj.weight_scale" in key for key in files)
     assert any("lm_head.weight_scale" in key for key in files) == (name != "attention")
     same(one_rank if name == "modelopt" else generate(folders / name), by_transformers(folders / name))
+
+
+def test_vllm_itself_finds_the_head(folders):
+    """By its name, as the target Linear stands for classes whose names contain it, and that of heads does not."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for name, there in (("compressed-tensors", True), ("attention", False)):
+        config = json.loads((folders / name / "config.json").read_text())["quantization_config"]
+        config = CompressedTensorsConfig.from_config(config)
+        head = object.__new__(ParallelLMHead)
+        for prefix in ("lm_head", "language_model.lm_head"):
+            assert (config.get_scheme_dict(head, prefix) is not None) == there
 
 
 def biased():
