@@ -28,9 +28,10 @@ SHAPES = dict(
 )  # fmt: skip
 IGNORE = ["lm_head", "*.self_attn*", "*.gate"]
 LINEARS_TOO = ["*.gate"]
-IN_HOST_MEMORY: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "CPU": {"hf_overrides": {"moe_nvfp4": {"cpu_experts": "all"}}},
     "offload": {"cpu_offload_gb": 1000, "cpu_offload_params": {"experts"}},
+    "own-NVFP4": {"hf_overrides": {"moe_nvfp4": {"linears": "moe_nvfp4"}}},
 }
 RANK = 16  # of adapters
 GIB = 1 << 30
@@ -44,9 +45,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="tokens that each request decodes")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the single long prompt")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engines", nargs="+", choices=("bf16", "Marlin", "NVFP4", "all-NVFP4", *IN_HOST_MEMORY),
-                        help="NVFP4 are our experts; all-NVFP4: with 4-bit attention and head; CPU: our experts, "
-                        "computed by the CPU; offload: Marlin's, which the GPU reads from host memory")  # fmt: skip
+    parser.add_argument("--engines", nargs="+", choices=("bf16", "Marlin", "NVFP4", "all-NVFP4", *OPTIONS),
+                        help="NVFP4 are our experts; all-NVFP4: with 4-bit attention and head; own-NVFP4: these by our "
+                        "kernels on a GPU, too; CPU: our experts, computed by the CPU; offload: Marlin's, which the "
+                        "GPU reads from host memory")  # fmt: skip
     parser.add_argument("--adapters", type=int, nargs="+", default=[], metavar="N", help="NVFP4 with so many adapters "
                         "of experts, of rank 16, too; each request has one, in turn")  # fmt: skip
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share each layer")
@@ -117,7 +119,7 @@ def engine(name: str, gpu: bool, args: argparse.Namespace, more: dict[str, Any] 
             tensor_parallel_size=args.tensor_parallel, enable_expert_parallel=args.expert_parallel,
         )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        ignore = LINEARS_TOO if name == "all-NVFP4" else IGNORE
+        ignore = LINEARS_TOO if name in ("all-NVFP4", "own-NVFP4") else IGNORE
         quantization = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ignore}
         ours = name.endswith("NVFP4") or name == "CPU"
         quantized = {} if name == "bf16" else {"quantization_config": quantization | {"exclude_modules": ignore}}
@@ -125,7 +127,7 @@ def engine(name: str, gpu: bool, args: argparse.Namespace, more: dict[str, Any] 
         return LLM(
             folder, quantization="moe_nvfp4" if ours else None, load_format="dummy", dtype="bfloat16",
             max_model_len=longest, skip_tokenizer_init=True, enable_prefix_caching=False, **options,
-            **IN_HOST_MEMORY.get(name, {}), **(more or {}),
+            **OPTIONS.get(name, {}), **(more or {}),
         )  # fmt: skip
 
 
