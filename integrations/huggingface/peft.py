@@ -440,8 +440,8 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
         return {key: torch.stack([expert[key] for expert in experts]) for key in experts[0]}
 
     def _change(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
-        a, b = joined(tuple(map(self.adapter, adapters)), torch.float32)
-        factor = self._factor()
+        factor, here = self._factor(), self._matrices()[1].codes.device  # see `_dense`
+        a, b = (t.to(here) for t in joined(tuple(map(self.adapter, adapters)), torch.float32))
         return (a if factor is None else a / factor.float().unsqueeze(1)), b
 
     def _matrices(self) -> tuple[str, Matrices]:
@@ -457,7 +457,8 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
         w, factor = self._matrices()[1].of(slice(e, e + 1)), self._factor()
         dense = dequantize(w.codes, w.sf, w.row_scales())[0, :, : w.K]
         for a, b in map(self.adapter, adapters):
-            delta = b[e].float() @ a[e].float()
+            a, b = (t[e].float().to(dense.device) for t in (a, b))  # experts may stay on the CPU beside a GPU
+            delta = b @ a
             dense += delta if factor is None else delta / factor[e].float()
         return dense
 

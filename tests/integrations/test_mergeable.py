@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from moe_nvfp4.integrations.huggingface import swap_experts  # noqa: E402
+from moe_nvfp4.integrations.huggingface import keep_experts_on_cpu, swap_experts  # noqa: E402
 from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig  # noqa: E402
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter  # noqa: E402
 from tests.common import relative_error  # noqa: E402
@@ -44,6 +44,22 @@ def config(kind=MergeableLoraConfig, **settings):
 def swapped(family=qwen3_moe):
     linears = "attention" if family is qwen3_moe else None
     return swap_experts(make(family, torch.float32), linears=linears, progress=False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kind", [LoraConfig, MergeableLoraConfig])
+def test_beside_a_gpu_adapters_merge_into_experts_on_the_cpu(kind):
+    """The adapters are on the GPU. The bytes are those of a model that is all on the CPU."""
+    torch.manual_seed(0)
+    alone = get_peft_model(swapped(), config(kind))
+    beside = copy.deepcopy(alone)
+    keep_experts_on_cpu(beside, "all")
+    beside.to("cuda")
+    assert relative_error(logits(beside), logits(alone)) < 1e-4  # a mergeable one merges here
+    state = alone.merge_and_unload().state_dict()
+    for name, t in beside.merge_and_unload().state_dict().items():
+        if ".experts." in name:
+            assert t.device.type == "cpu" and torch.equal(t, state[name]), name
 
 
 @pytest.mark.slow_after(1)
