@@ -233,6 +233,8 @@ def test_factors_alone_are_trained():
     layer = random_layer(E, H, I)
     layer.add_pre_quant_scales(torch.float32)
     factors = [f.requires_grad_() for f in layer.pre_quant_scales]
+    for f in factors:
+        f.data.uniform_(0.5, 2.0)  # ones would not show whether a gradient is multiplied by them
     layer(x, ids, p).square().sum().backward()
 
     (w13, w2), (x_factor, h_factor) = dense(layer), map(leaf, factors)
