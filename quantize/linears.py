@@ -21,13 +21,12 @@ from typing import Any
 from moe_nvfp4.quantize.dialects import EMBEDDING, as_patterns
 from moe_nvfp4.quantize.files import Checkpoint, sub_configs
 from moe_nvfp4.quantize.model import TIED, ModelTensors, UnknownModel
-from moe_nvfp4.quantize.names import MTP, by_number, fused_names, is_mtp
+from moe_nvfp4.quantize.names import MTP, TOWER, by_number, fused_names, is_mtp
 
 GROUPS = ("attention", "shared", "mlp", "lm_head")
 ALL = "all"
 EXCLUDED = "excluded"
 
-TOWER = re.compile(r"sam_model|vision|visual|vit\b|audio|speech|image|video|encoder|projector")
 ROUTER = re.compile(r"(^|\.)((\w+_)?gate|(\w+_)?router|wg)(\.|$)")
 EXPERTS = re.compile(r"(^|\.)\w*(?<!shared_)(?<!share_)experts?\.")
 SHARED = re.compile(r"(^|\.)shared?_(experts?|mlp)\.")

@@ -47,13 +47,16 @@ def fused_names(stem: str) -> tuple[str, ...]:
     return tuple(f"{above}{dot}{part}" for part in parts)
 
 
+TOWER = re.compile(r"sam_model|vision|visual|vit\b|audio|speech|image|video|encoder|projector")
+
+
 def mtp_layer(name: str, layers: int | None) -> str | None:
     """The layer of multi-token prediction that `name` is in: mtp, mtp_block (ERNIE) or mtp_layers (MiMo), or one after
-    the last of `layers` layers; None: it is in none."""
+    the last of `layers` layers, but for those of towers; None: it is in none."""
     if named := re.match(r"(.*?\.)?mtp(_\w+)?(?=\.)", name):
         return named[0]
     layer = re.match(r"(?:.*?\.)?(?:layers|blocks|h)\.(\d+)(?=\.)", name)
-    return layer[0] if layer and layers and int(layer[1]) >= layers else None
+    return layer[0] if layer and layers and int(layer[1]) >= layers and not TOWER.search(layer[0]) else None
 
 
 def is_mtp(name: str, layers: int | None) -> bool:

@@ -7,6 +7,7 @@ each converter of the family that makes a parameter of experts, and quantizes on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -370,6 +371,25 @@ def names_in_files(model: nn.Module, modules: Iterable[str]) -> dict[str, str]:
         return key.removesuffix(".weight")
 
     return {module: name_in_files(module) for module in modules}
+
+
+def names_for_saving(model: Any, names: Iterable[str]) -> dict[str, str | None]:
+    """Names of tensors in files -> the names in a state dict from which save_pretrained of `model`, which renames all,
+    makes these; None: from no name."""
+    conversions = getattr(model, "_weight_conversions", None) or []
+    forth = [copy(c) for c in conversions if isinstance(c, WeightRenaming)]  # what is asked counts as used
+    back = [c.reverse_transform() for c in conversions[::-1]]
+    merges, renamings = ([c for c in back if isinstance(c, kind)] for kind in (WeightConverter, WeightRenaming))
+
+    def renamed(name: str, by: list) -> str:
+        for renaming in by:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    def saved_as(key: str) -> str | None:
+        return None if any(c.rename_source_key(key)[1] is not None for c in merges) else renamed(key, renamings)
+
+    return {name: next((k for k in (name, renamed(name, forth)) if saved_as(k) == name), None) for name in names}
 
 
 def choose_linears(model: Any, config: MoeNvfp4Config) -> Chosen:

@@ -260,9 +260,9 @@ def layers_of(model: Any) -> int | None:
 def mtp_tensors(
     model: Any, tensors: Mapping[str, TensorSlice], files: Iterable[str | os.PathLike], convert: bool = False
 ) -> MtpTensors:
-    """Those of `tensors` that `model`'s class ignores, named "mtp" or belonging to layers after the last. They lie in
+    """Those of `tensors` that `model` ignores, named "mtp" or belonging to layers after the last. They lie in
     `files`; convert: or a conversion makes them of these."""
-    patterns = [re.compile(p) for p in type(model)._keys_to_ignore_on_load_unexpected or ()]
+    patterns = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
     layers = layers_of(model)
     names = [name for name in tensors if is_mtp(name, layers) and any(p.search(name) for p in patterns)]
     dense = [n for n in names if tensors[n].dtype in DENSE and len(tensors[n].shape) == 2]

@@ -19,7 +19,12 @@ from transformers.utils import logging
 from moe_nvfp4.format import is_global_scale
 from moe_nvfp4.integrations.huggingface.calibration import importance_for_load
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, resolve
-from moe_nvfp4.integrations.huggingface.converters import Conversions, choose_linears, with_names_in_files
+from moe_nvfp4.integrations.huggingface.converters import (
+    Conversions,
+    choose_linears,
+    names_for_saving,
+    with_names_in_files,
+)
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
     ModuleLayout,
@@ -478,8 +483,15 @@ class MoeNvfp4Quantizer(HfQuantizer):
         state = model.state_dict() if alone is None else alone  # may raise, before transformers writes config.json
         if not self.mtp.names:
             return alone, {}
+        keys = names_for_saving(model, self.mtp.names)
+        if lost := [name for name, key in keys.items() if key is None]:
+            logger.warning(
+                f"{len(lost)} tensors of multi-token prediction layers are not saved ({lost[0]}, ...), because "
+                "transformers would rename them: generate(use_mtp=True) needs the original"
+            )
         try:
-            return state | self.mtp.read(), {}
+            read = self.mtp.read()
+            return state | {key: read[name] for name, key in keys.items() if key is not None}, {}
         except KeyError as error:
             logger.warning(
                 f"{len(self.mtp.names)} tensors of multi-token prediction layers are not saved ({error.args[0]}, ...), "

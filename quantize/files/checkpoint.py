@@ -141,8 +141,11 @@ class Checkpoint:
 
     @property
     def layers(self) -> int | None:
-        """The largest num_hidden_layers in the config; None: it has none."""
-        return max(sizes(self.config, "num_hidden_layers"), default=None)
+        """num_hidden_layers of the model that has experts: in the config, the largest of the parts that name experts (a
+        tower may have more layers, as Step-3.7's), or else of all; None: there is none."""
+        of_experts = (c for c in sub_configs(self.config) if any(re.fullmatch(EXPERT_COUNTS, key) for key in c))
+        found = {n for c in of_experts if type(n := c.get("num_hidden_layers")) is int}
+        return max(found or sizes(self.config, "num_hidden_layers"), default=None)
 
     def state(self) -> list:
         """A fingerprint of the files that does not read all of them: sizes in bytes, modification times in ns, and one

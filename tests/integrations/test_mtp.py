@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
@@ -13,7 +14,7 @@ from moe_nvfp4.quantize.dialects import matches
 from moe_nvfp4.quantize.options import Options
 from tests import checkpoints
 from tests.folders import CONFIGS, stored, write
-from tests.models import IDS, SMALL, as_bytes, load, make, tensors
+from tests.models import IDS, SMALL, as_bytes, load, make, nemotron_h, step3p7, tensors
 
 H, LAYER = SMALL["hidden_size"], "model.layers.2."
 GREEDY = dict(max_new_tokens=12, do_sample=False)
@@ -63,6 +64,54 @@ def test_drafting_decodes_what_plain_decoding_does_and_saving_keeps_the_layers(s
     assert {n: as_bytes(t) for n, t in tensors(folder).items() if n.startswith(LAYER)} == {
         n: as_bytes(t) for n, t in kept.items()
     }
+
+
+def step3p7_with_a_tall_tower():
+    """Two layers and a vision tower of four, as Step-3.7 has 45 and 47. The model itself names what it leaves out."""
+    config = step3p7().config.to_dict()
+    config["vision_config"]["num_hidden_layers"] = 4
+    config["text_config"]["num_nextn_predict_layers"] = 1
+    return transformers.Step3p7ForConditionalGeneration(transformers.Step3p7Config(**config))
+
+
+def hy_v4():
+    """Files have other names than the model, for parts of layers too: hc_pre.hc_mlp_layer.hc_fn is ffn_hc.fn."""
+    if not hasattr(transformers, "HYV4ForCausalLM"):
+        pytest.skip("this transformers does not have HY-V4")
+    return transformers.HYV4ForCausalLM(transformers.HYV4Config(
+        **SMALL | dict(num_key_value_heads=4), intermediate_size=96, moe_intermediate_size=48, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=16, q_lora_rank=32, qk_rope_head_dim=16,
+        qk_nope_head_dim=16, v_head_dim=16))  # fmt: skip
+
+
+@pytest.mark.parametrize("family, layer", [(step3p7_with_a_tall_tower, LAYER), (hy_v4, "model.mtp_layers.0.")])
+def test_conversion_and_saving_keep_every_byte_and_name(family, layer, tmp_path):
+    model = make(family)
+    model.save_pretrained(tmp_path / "bf16")
+    files = tensors(tmp_path / "bf16")
+    mtp = {layer + n.partition(".layers.1.")[2]: t.clone() for n, t in files.items() if n.startswith("model.layers.1.")}
+    save_file(files | mtp, tmp_path / "bf16/model.safetensors", metadata={"format": "pt"})
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", Options("max", linears="all"), progress=False)
+    loaded = {"made": dict(quantization_config=MoeNvfp4Config(recipe="max")), "nvfp4": {}}
+    for name, kwargs in loaded.items():
+        source = tmp_path / ("bf16" if name == "made" else name)
+        type(model).from_pretrained(source, dtype=torch.bfloat16, **kwargs).save_pretrained(tmp_path / f"{name} saved")
+    assert len(mtp) > 10
+    for name in ("nvfp4", "nvfp4 saved", "made saved"):
+        kept = {n: as_bytes(t) for n, t in tensors(tmp_path / name).items() if n.startswith(layer)}
+        assert kept == {n: as_bytes(t) for n, t in mtp.items()}, name
+
+
+def test_names_that_saving_would_change_are_missed_aloud(tmp_path, caplog):
+    """transformers saves what begins with "model." in a Nemotron-H as "backbone."; real files have "mtp." here."""
+    model = make(nemotron_h)
+    model.save_pretrained(tmp_path / "bf16")
+    files = tensors(tmp_path / "bf16") | {"model.mtp_layers.0.norm.weight": torch.ones(H)}
+    save_file(files, tmp_path / "bf16/model.safetensors", metadata={"format": "pt"})
+    model = load(tmp_path / "bf16", quantization_config=MoeNvfp4Config(recipe="max"))
+    model.save_pretrained(tmp_path / "saved")
+    assert "1 tensors of multi-token prediction layers are not saved (model.mtp_layers.0.norm.weight" in caplog.text
+    assert not any("mtp" in name for name in tensors(tmp_path / "saved"))
 
 
 def test_layers_that_are_4_bit_are_named(source, tmp_path, caplog):
