@@ -334,18 +334,20 @@ def test_a_gate_that_new_models_bring_matches_the_loop(activations, static, back
 
 
 def test_post_expert_norm_comes_before_the_routing_weight():
+    """A slot without an expert adds nothing, whatever the norm makes of zeros."""
     layer = make()
     x, ids, p = batch(6, 4, 2, 64, sentinels=True)
-    norm = torch.nn.RMSNorm(64)
-    torch.nn.init.uniform_(norm.weight)
+    norm = torch.nn.LayerNorm(64)
+    for parameter in norm.parameters():
+        torch.nn.init.uniform_(parameter)
     expected = torch.zeros(6, 64, dtype=torch.float64)
     one = torch.ones(1, 1)
     for t in range(6):
         for j in range(2):
             if 0 <= ids[t, j] < 4:
                 out = naive_moe(x[t : t + 1], ids[t : t + 1, j : j + 1], one, layer.weights)
-                out = out / (out.square().mean() + torch.finfo(torch.float32).eps).sqrt()
-                expected[t] += p[t, j].double() * (out * norm.weight.double())[0]
+                out = (out - out.mean()) / (out.var(correction=0) + 1e-5).sqrt()
+                expected[t] += p[t, j].double() * (out * norm.weight.double() + norm.bias.double())[0]
     for trained in (True, False):
         norm.requires_grad_(trained)
         y = moe_forward(x, ids, p, layer.weights, post_expert_norm=norm)

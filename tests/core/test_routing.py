@@ -95,6 +95,24 @@ def test_ids_of_a_dtype_without_room_for_the_number_of_experts(dtype, experts):
     assert torch.equal(got.order, want.order) and torch.equal(got.offsets, want.offsets)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_leave_out_what_unrouted_rows_hold(dtype):
+    """Rows without an expert may hold NaN. Sums are in fp32, whatever the rows are."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(-1, 6, (400, 3), generator=g)
+    groups, rows = group_by_expert(ids, 5), torch.randn(1200, 4, generator=g).to(dtype)
+    rows[groups.offsets[-1] :] = torch.nan
+    by_expert, by_token = torch.zeros(5, 4, dtype=torch.float64), torch.zeros(400, 4, dtype=torch.float64)
+    for row, assignment in zip(rows.double(), groups.order.tolist(), strict=True):
+        if 0 <= (e := int(ids.flatten()[assignment])) < 5:
+            by_expert[e] += row
+            by_token[assignment // 3] += row
+    found = groups.sum_by_expert(rows)
+    assert found.dtype == torch.float32 and (found - by_expert).abs().max() < 1e-4
+    torch.testing.assert_close(groups.sum(rows).double(), by_token, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5,
+                               atol=1e-2 if dtype == torch.bfloat16 else 1e-5)  # fmt: skip
+
+
 def test_misuse_is_named():
     for low, high in ((0, 5), (-2, 4)):
         with pytest.raises(ValueError, match=rf"expert ids must lie in 0\.\.3.*got ids from {low} to {high}"):

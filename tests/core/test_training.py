@@ -115,7 +115,7 @@ def test_no_experts_per_token(hook, backend, monkeypatch):
 
 def test_a_large_batch_is_cut_by_tokens(monkeypatch):
     monkeypatch.setattr(stages, "MAX_ROWS", 7)
-    compare(random_layer(E, H, I), *batch(torch.float32), 2e-6)
+    compare(random_layer(E, H, I, bias=torch.float32), *batch(torch.float32), 2e-6, train_biases=True)
 
 
 @pytest.mark.parametrize("scratch", [1, 1 << 29])
@@ -225,6 +225,47 @@ def test_a_gate_a_norm_and_factors_of_the_models_own(which):
     for one, other in zip(mine, theirs, strict=True):
         assert relative_error(one.grad, other.grad) < 1e-4
     assert seen == pytest.approx([max(m) for m in met], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj_bias", "down_proj_bias"])
+def test_a_bias_alone_is_trained(name):
+    """It gets the gradient that it has where both are trained."""
+    x, ids, p = batch(torch.float32)
+    found = []
+    for names in (["gate_up_proj_bias", "down_proj_bias"], [name]):
+        layer = random_layer(E, H, I, bias=torch.float32)
+        for each in names:
+            getattr(layer, each).requires_grad_()
+        layer(x, ids, p).square().sum().backward()
+        found.append(getattr(layer, name).grad)
+    assert found[0].any() and torch.equal(*found)
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "nvfp4_four_over_six"])
+@pytest.mark.parametrize("factors", [False, True])
+def test_largest_magnitudes_of_whole_rows(activations, factors):
+    """Those of rows that are here as a whole (`share_rows`) change nothing: they are of what is quantized."""
+    layer = random_layer(E, H, I, activations=activations)
+    if factors:
+        layer.add_pre_quant_scales(torch.float32)
+        for f in layer.pre_quant_scales:
+            f.data.uniform_(0.5, 2.0)
+    x, ids, p = batch(torch.float32)
+    want, seen = layer(x, ids, p), []
+    layer.largest = lambda amax: seen.append(amax) or amax
+    got = layer(x, ids, p)
+    assert seen[0].any() and relative_error(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_h_that_a_static_scale_quantizes_is_not_rounded_before(dtype):
+    """By stages as in one call, which never has h in the rows' dtype."""
+    layer = random_layer(E, 64, 64, activations="nvfp4", static=True, input_scale=3e-3)
+    _, ids, p = batch(dtype, sizes=(50, 0, 90, 30, 40), unrouted=10)
+    x = torch.randn(len(ids), 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    want = layer(x, ids, p)
+    layer.observer = lambda *rows: None
+    assert torch.equal(layer(x, ids, p), want)
 
 
 def test_factors_alone_are_trained():

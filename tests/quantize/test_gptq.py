@@ -6,7 +6,7 @@ import torch
 from moe_nvfp4 import format
 from moe_nvfp4.quantize import gptq
 from moe_nvfp4.quantize.gptq import DAMPING, inverse_factor, quantize_gptq
-from moe_nvfp4.quantize.recipes import quantize_matrix
+from moe_nvfp4.quantize.recipes import better, quantize_matrix
 from tests.quantize.test_recipes import E2M1, E4M3, candidates, f32, nearest
 
 
@@ -50,7 +50,10 @@ def naive(w, hessian):
     return values, scales, gs
 
 
-def test_equals_the_naive_loop():
+@pytest.mark.parametrize("lazy", [16, 32, gptq.LAZY])
+def test_equals_the_naive_loop(lazy, monkeypatch):
+    """lazy: errors reach the columns behind so many by one product."""
+    monkeypatch.setattr(gptq, "LAZY", lazy)
     w, H = weights(0), torch.stack([hessian_of(correlated(s, 48)) for s in range(2)])
     codes, sf, gs = quantize_gptq(w, H)
     assert (codes.dtype, sf.dtype, gs.dtype) == (torch.uint8, torch.float8_e4m3fn, torch.float32)
@@ -75,6 +78,26 @@ def test_a_singular_hessian_is_damped():
     x = correlated(1, 64, rows=3)  # rank 3
     codes, sf, gs = quantize_gptq(weights(1, 1, 8, 64), hessian_of(x)[None])
     assert format.dequantize(codes[0], sf[0], gs[0]).isfinite().all()
+
+
+def test_only_what_needs_it_is_damped_more():
+    """A Hessian that rounding made indefinite leaves the matrices beside it as they are."""
+    H = torch.stack([hessian_of(correlated(s, 48)) for s in range(2)])
+    H[1] -= 0.05 * H[1].diagonal().mean() * torch.eye(48)
+    with torch.no_grad():
+        found, alone = inverse_factor(H), inverse_factor(H[:1])
+    assert torch.linalg.eigvalsh(H[1].double()).min() < -2 * DAMPING * H[1].diagonal().mean()
+    assert torch.equal(found[:1], alone) and found.isfinite().all()
+
+
+def test_of_equal_errors_the_other_is_kept():
+    """As for an expert that no row reached."""
+    w = weights(8)
+    made, other = (
+        tuple(torch.stack(t) for t in zip(*(quantize_matrix(m, r) for m in w), strict=True)) for r in ("mse", "max")
+    )
+    for rows in ([torch.zeros(0, 48)] * 2, [torch.zeros(3, 48)] * 2):
+        assert all(map(torch.equal, better(w, made, other, rows), other))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -55,6 +55,10 @@ def test_file(tmp_path):
     again = load_importance(tmp_path / "a")
     assert (again.source, again.fingerprint, again.settings) == ("a test", "abc", {"num_experts_per_tok": 2})
     assert again.digest() == importance.digest() != importance_for(MODULES, seed=1).digest()
+    for part in ("x", "h"):
+        layers = importance_for(MODULES).layers
+        getattr(layers[MODULES[1]], part)[3, 5] += 1
+        assert Importance(layers).digest() != importance.digest(), part
     for name, layer in importance.layers.items():
         for key, tensor in vars(layer).items():
             assert torch.equal(vars(again.layers[name])[key], tensor)

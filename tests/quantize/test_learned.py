@@ -9,14 +9,15 @@ from moe_nvfp4.quantize.recipes import quantize_matrix
 
 
 def test_gradients_are_straight_through():
-    """Scale 2 * 0.25 = 0.5. By hand: 1.1 has code 1, -2.6 has -3, 7 has 6 and no gradient; of others, the scale's."""
+    """Scale 2 * 0.25 = 0.5. By hand: 1.1 has code 1, -2.6 has -3, 7 has 6 and no gradient, 5.5 has
+    6 and the scale's, as all others."""
     start = quantize_matrix(torch.full((1, 1, 16), 3.0), "max")
     codes, sf = start[0], torch.full((1, 1, 1), 2.0).to(torch.float8_e4m3fn)
     learned = LearnedMatrices(torch.zeros(1, 1, 16), (codes, sf, torch.tensor([0.25])))
     learned.t = torch.zeros(1, 1, 1, 16)
-    learned.t[0, 0, 0, :3] = torch.tensor([1.1, -2.6, 7.0])
+    learned.t[0, 0, 0, :4] = torch.tensor([1.1, -2.6, 7.0, 5.5])
     learned.t.requires_grad_()
-    assert learned.values()[0, 0, :4].tolist() == [0.5, -1.5, 3.0, 0.0]
+    assert learned.values()[0, 0, :4].tolist() == [0.5, -1.5, 3.0, 3.0]
     weights = torch.zeros(16)
     weights[:4] = torch.tensor([10.0, 100.0, 1000.0, 10000.0])
     (learned.values() * weights).sum().backward()
