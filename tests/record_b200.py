@@ -36,7 +36,7 @@ GPU_TESTS = (
     "tests/kernels/test_training_gpu.py", "tests/kernels/test_offload.py", "tests/kernels/test_offload_gpu.py",
     "tests/kernels/test_portable.py", "tests/kernels/test_adapters.py", "tests/kernels/test_training.py",
     "tests/kernels/test_proof_gpu.py", "tests/integrations/test_offload.py", "tests/integrations/test_gpu.py",
-    "tests/integrations/test_graphs.py", "tests/integrations/test_vllm_gpu.py",
+    "tests/integrations/test_graphs.py", "tests/integrations/test_vllm_gpu.py", "tests/integrations/test_mergeable.py",
     "tests/integrations/test_finegrained.py", "tests/core/test_layer.py", "tests/core/test_training.py",
     "tests/core/test_router.py", "tests/core/test_format.py", "tests/quantize/test_convert.py",
     "tests/quantize/test_recipes.py",

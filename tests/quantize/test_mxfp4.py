@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_nvfp4.format import dequantize
+from moe_nvfp4.quantize import jobs
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dense import dense_tensors
 from moe_nvfp4.quantize.exact import cast_exactly
@@ -18,7 +19,7 @@ from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix
 from moe_nvfp4.quantize.verify import verify_checkpoint
-from tests.checkpoints import config_of, converted, experts, folder
+from tests.checkpoints import config_of, converted, edit_config, experts, folder, same_files
 from tests.common import THRESHOLDS, relative_error
 from tests.folders import fp8, write
 from tests.integrations.test_checkpoint_forms import deepseek_v4
@@ -69,6 +70,44 @@ def source(path, tool, layers=2, low=110, high=127):
 
 def value(found, stem):
     return dequantize(*(found[f"{stem}.{last}"] for last in ("weight", "weight_scale", "weight_scale_2")))
+
+
+@tools
+@pytest.mark.parametrize("options", [{}, {"linears": "attention", "exclude": ["model.layers.0.*experts"]}], ids=str)
+def test_pieces_of_matrices_give_the_bytes_of_the_whole(options, tool, tmp_path, monkeypatch):
+    """Of those that become dense, too."""
+    path, _ = source(tmp_path / "a", tool)
+    whole = converted(path, tmp_path / "whole", **options)
+    monkeypatch.setattr(jobs, "CHUNK", 64 * 7)
+    same_files(converted(path, tmp_path / "pieces", **options), whole)
+
+
+def test_values_that_a_dtype_rounds_are_quantized_as_rounded(tmp_path, monkeypatch):
+    """In fp16, as transformers would load them; the table of casts knows nothing of that."""
+    path, values = source(tmp_path / "a", "modelopt", low=100, high=110)
+    assert not all(torch.equal(w.half().float(), w) for w in values.values())
+    edit_config(path, dtype="float16")
+    found = converted(path, tmp_path / "found")
+    monkeypatch.setattr(jobs, "cast_exactly", lambda *_: None)
+    same_files(converted(path, tmp_path / "searched"), found)
+
+
+def test_scales_of_zeros_and_of_fused_linears(tmp_path):
+    """Blocks of zeros may have any scale. q, k and v share the largest of their global scales; here it is not q's."""
+    path, values = source(tmp_path / "a", "modelopt", layers=1)
+    files, stem = tensors(path), "model.layers.0.self_attn."
+    for i, part in enumerate(("q_proj", "k_proj", "v_proj")):
+        codes, scales, values[stem + part] = random(64, 64, 105 + 4 * i, 110 + 4 * i)
+        files |= stored("modelopt", stem + part, codes, scales)
+    for name in [n for n in files if n.endswith(".weight_scale")]:
+        codes = files[name.removesuffix("_scale")]
+        codes[3, :16], files[name][3, 0] = 0x80, 250  # 0 and -0
+        values[name.removesuffix(".weight_scale")][3, :32] = 0
+    new = folder(tmp_path / "b", files, {"quantization_config": CONFIGS["modelopt"], "num_experts": 3})
+    found = tensors(converted(new, tmp_path / "c", linears="attention"))
+    assert len({found[f"{stem}{part}.weight_scale_2"].item() for part in ("q_proj", "k_proj", "v_proj")}) == 1
+    for name, want in values.items():
+        assert torch.equal(value(found, name), want), name
 
 
 @tools

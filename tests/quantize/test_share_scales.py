@@ -8,11 +8,12 @@ import torch
 from moe_nvfp4 import cli
 from moe_nvfp4.format import dequantize, pack
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
+from moe_nvfp4.quantize import jobs
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
-from tests.checkpoints import config_of
+from tests.checkpoints import config_of, converted, same_files
 from tests.common import relative_error
 from tests.folders import (
     CONFIGS,
@@ -35,6 +36,14 @@ ROUTES = {
     "from_pretrained": lambda source, path: load(source, quantization_config=MoeNvfp4Config()).save_pretrained(path),
     "swap_experts": lambda source, path: swap_experts(load(source), progress=False).save_pretrained(path),
 }  # fmt: skip
+
+
+def test_pieces_of_matrices_give_the_bytes_of_the_whole(tmp_path, monkeypatch):
+    source, _ = quantized(tmp_path / "a", qwen3_moe, "modelopt")
+    whole = converted(source, tmp_path / "whole", share_scales=True)
+    assert tensors(whole).keys() == tensors(source).keys()
+    monkeypatch.setattr(jobs, "CHUNK", 64 * 7)
+    same_files(converted(source, tmp_path / "pieces", share_scales=True), whole)
 
 
 def as_a_server_reads(source, path, dialect="modelopt"):
