@@ -141,7 +141,8 @@ def expected(f, mean: float) -> float:
 
 # ---- linears -------------------------------------------------------------------------------------
 
-# For matrices with few rows: tiles with fewer rows than those above, whose warpgroups split K.
+# For matrices with few rows: tiles with fewer rows than those above, whose warpgroups split K. The first one's ring has
+# a stage less than K_IN_4's, with which most linears took 2 % more time (2026-11-28).
 NARROW = (
     TileShape(8, KS=4, KB=8, stages=7), K_IN_2,
     TileShape(16, KS=4, KB=8, stages=5, group=4), TileShape(16, KS=2, KB=8, stages=4, group=4),
