@@ -248,6 +248,21 @@ def test_a_source_that_changed_between_two_runs(split, tmp_path, monkeypatch):
     same_files(converted(source, tmp_path / "y"), tmp_path / "x")
 
 
+def test_a_change_at_either_end_of_a_tensor_is_seen(single, tmp_path):
+    """Size and time of the file are the same."""
+    source = shutil.copytree(single[0], tmp_path / "a")
+    (file,) = source.glob("*.safetensors")
+    before, whole, stat = open_checkpoint(source).state(), file.read_bytes(), file.stat()
+    largest = max(open_checkpoint(source).tensors.values(), key=lambda t: t.size)
+    for at in (largest.start, largest.start + largest.size - 1):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert open_checkpoint(source).state() != before
+    file.write_bytes(whole)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert open_checkpoint(source).state() == before
+
+
 @pytest.mark.slow
 def test_a_source_that_changes_or_vanishes(split, tmp_path, monkeypatch):
     quantize = jobs.quantize_matrix
