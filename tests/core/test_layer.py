@@ -21,6 +21,7 @@ from moe_nvfp4.backends import Selected, named
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import run_linear
 from moe_nvfp4.prepared import weights_are_held
+from moe_nvfp4.quantize.recipes import quantize_expert
 from moe_nvfp4.routing import group_by_expert
 from moe_nvfp4.weights import ACTIVATIONS
 from tests.common import THRESHOLDS, Kernels, relative_error, stand_for_hopper
@@ -551,6 +552,18 @@ def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
     layer.prepare()
     layer.load_expert(0, dense[0][1], dense[1][1])
     assert not layer.packed and torch.equal(layer(x, ids.clamp(max=0), weights), layer(x, ids.clamp(1, 1), weights))
+
+
+def test_the_recipe_of_an_expert():
+    """Adapters are later merged by the same one."""
+    torch.manual_seed(0)
+    layer, w13, w2 = NVFP4Experts(2, 64, 32), torch.randn(64, 64), torch.randn(64, 32)
+    for recipe in ("max", "four_over_six"):
+        layer.load_expert(1, w13, w2, recipe)
+        for name, matrix in (("gate_up_proj", w13), ("down_proj", w2)):
+            for key, want in quantize_expert(matrix, name, recipe).items():
+                assert torch.equal(getattr(layer, key)[1], want)
+        assert layer.recipe == recipe
 
 
 def test_threads_do_not_meet_weights_that_change_their_layout(hopper, monkeypatch):
