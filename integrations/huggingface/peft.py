@@ -436,13 +436,19 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
     def _merged(self, adapters: list[str]) -> dict[str, Tensor]:
         base, name = self.get_base_layer(), self.parameter_name
         recipe = DEFAULT_RECIPE if recipe_named(base.recipe).model else base.recipe
-        experts = [quantize_expert(self._dense(adapters, e), name, recipe) for e in range(self.num_experts)]
+        added = self._beside_the_experts(adapters)
+        experts = [quantize_expert(self._dense(added, e), name, recipe) for e in range(self.num_experts)]
         return {key: torch.stack([expert[key] for expert in experts]) for key in experts[0]}
 
     def _change(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
-        factor, here = self._factor(), self._matrices()[1].codes.device  # see `_dense`
-        a, b = (t.to(here) for t in joined(tuple(map(self.adapter, adapters)), torch.float32))
+        a, b = joined(self._beside_the_experts(adapters), torch.float32)
+        factor = self._factor()
         return (a if factor is None else a / factor.float().unsqueeze(1)), b
+
+    def _beside_the_experts(self, adapters: list[str]) -> tuple[Adapter, ...]:
+        """These adapters on the device of the experts, which may stay on the CPU beside a GPU."""
+        device = self._matrices()[1].codes.device
+        return tuple(Adapter(a.to(device), b.to(device)) for a, b in map(self.adapter, adapters))
 
     def _matrices(self) -> tuple[str, Matrices]:
         w = self.get_base_layer().weights
@@ -452,13 +458,12 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
         """AWQ's scales [E, K]: the base layer multiplies x by them, the adapter does not."""
         return self.get_base_layer().pre_quant_scales[self.parameter_name == "down_proj"]
 
-    def _dense(self, adapters: list[str], e: int) -> Tensor:
+    def _dense(self, adapters: tuple[Adapter, ...], e: int) -> Tensor:
         """The values fp32 [N, K] of an expert with `adapters` added."""
         w, factor = self._matrices()[1].of(slice(e, e + 1)), self._factor()
         dense = dequantize(w.codes, w.sf, w.row_scales())[0, :, : w.K]
-        for a, b in map(self.adapter, adapters):
-            a, b = (t[e].float().to(dense.device) for t in (a, b))  # experts may stay on the CPU beside a GPU
-            delta = b @ a
+        for a, b in adapters:
+            delta = b[e].float() @ a[e].float()
             dense += delta if factor is None else delta / factor[e].float()
         return dense
 
