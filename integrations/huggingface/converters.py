@@ -364,13 +364,13 @@ def names_in_files(model: nn.Module, modules: Iterable[str]) -> dict[str, str]:
     conversions = model_conversions(model) if hasattr(model, "config") else []
     back = [c.reverse_transform() for c in conversions[::-1] if not isinstance(c, WeightConverter)]
 
-    def name_in_files(module: str) -> str:
-        key = f"{module}.weight"
-        for renaming in back:
-            key, _ = renaming.rename_source_key(key)
-        return key.removesuffix(".weight")
+    return {module: _renamed(f"{module}.weight", back).removesuffix(".weight") for module in modules}
 
-    return {module: name_in_files(module) for module in modules}
+
+def _renamed(name: str, renamings: Iterable[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def names_for_saving(model: Any, names: Iterable[str]) -> dict[str, str | None]:
@@ -381,15 +381,10 @@ def names_for_saving(model: Any, names: Iterable[str]) -> dict[str, str | None]:
     back = [c.reverse_transform() for c in conversions[::-1]]
     merges, renamings = ([c for c in back if isinstance(c, kind)] for kind in (WeightConverter, WeightRenaming))
 
-    def renamed(name: str, by: list) -> str:
-        for renaming in by:
-            name, _ = renaming.rename_source_key(name)
-        return name
-
     def saved_as(key: str) -> str | None:
-        return None if any(c.rename_source_key(key)[1] is not None for c in merges) else renamed(key, renamings)
+        return None if any(c.rename_source_key(key)[1] is not None for c in merges) else _renamed(key, renamings)
 
-    return {name: next((k for k in (name, renamed(name, forth)) if saved_as(k) == name), None) for name in names}
+    return {name: next((k for k in (name, _renamed(name, forth)) if saved_as(k) == name), None) for name in names}
 
 
 def choose_linears(model: Any, config: MoeNvfp4Config) -> Chosen:
