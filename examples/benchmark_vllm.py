@@ -31,7 +31,8 @@ LINEARS_TOO = ["*.gate"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "CPU": {"hf_overrides": {"moe_nvfp4": {"cpu_experts": "all"}}},
     "offload": {"cpu_offload_gb": 1000, "cpu_offload_params": {"experts"}},
-    "own-NVFP4": {"hf_overrides": {"moe_nvfp4": {"linears": "moe_nvfp4"}}},
+    "all-NVFP4": {"hf_overrides": {"moe_nvfp4": {"linears": "moe_nvfp4"}}},
+    "vLLM-linears": {"hf_overrides": {"moe_nvfp4": {"linears": "vllm"}}},
 }
 RANK = 16  # of adapters
 GIB = 1 << 30
@@ -45,9 +46,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="tokens that each request decodes")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the single long prompt")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engines", nargs="+", choices=("bf16", "Marlin", "NVFP4", "all-NVFP4", *OPTIONS),
-                        help="NVFP4 are our experts; all-NVFP4: with 4-bit attention and head; own-NVFP4: these by our "
-                        "kernels on a GPU, too; CPU: our experts, computed by the CPU; offload: Marlin's, which the "
+    parser.add_argument("--engines", nargs="+", choices=("bf16", "Marlin", "NVFP4", *OPTIONS),
+                        help="NVFP4 are our experts; all-NVFP4: with 4-bit attention and head; vLLM-linears: these by "
+                        "vLLM's kernels; CPU: our experts, computed by the CPU; offload: Marlin's, which the "
                         "GPU reads from host memory")  # fmt: skip
     parser.add_argument("--adapters", type=int, nargs="+", default=[], metavar="N", help="NVFP4 with so many adapters "
                         "of experts, of rank 16, too; each request has one, in turn")  # fmt: skip
@@ -119,9 +120,9 @@ def engine(name: str, gpu: bool, args: argparse.Namespace, more: dict[str, Any] 
             tensor_parallel_size=args.tensor_parallel, enable_expert_parallel=args.expert_parallel,
         )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        ignore = LINEARS_TOO if name in ("all-NVFP4", "own-NVFP4") else IGNORE
+        ignore = LINEARS_TOO if name in ("all-NVFP4", "vLLM-linears") else IGNORE
         quantization = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ignore}
-        ours = name.endswith("NVFP4") or name == "CPU"
+        ours = name not in ("bf16", "Marlin", "offload")
         quantized = {} if name == "bf16" else {"quantization_config": quantization | {"exclude_modules": ignore}}
         Path(folder, "config.json").write_text(json.dumps(config | quantized))
         return LLM(

@@ -1,4 +1,4 @@
-"""The quantization config "moe_nvfp4": NVFP4 experts are ours, linears if vLLM has no kernel, all else is vLLM's."""
+"""The quantization config "moe_nvfp4": NVFP4 experts are ours, linears on CPUs and on Hopper, all else is vLLM's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import vllm
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from moe_nvfp4.backends import Device, Problem, explain
 from moe_nvfp4.integrations.placement import no_gpu
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
@@ -68,8 +69,8 @@ class MoeNvfp4Config(QuantizationConfig):
                  "bf16" for bf16 files
     recipe       how block scales are chosen when experts are quantized
     exclude      with files that are not NVFP4: names or wildcards of experts modules that stay as they are
-    linears      with NVFP4 files: whose kernels run NVFP4 linears, "vllm" or "moe_nvfp4"; default: vLLM's, except on a
-                 CPU, where it has none
+    linears      with NVFP4 files: whose kernels run NVFP4 linears, "vllm" or "moe_nvfp4"; default: ours on a CPU,
+                 where vLLM has none, and for W4A16 by the Hopper kernels, which are faster; else vLLM's
     adapter      a folder with a LoRA adapter of experts, which all requests get
     cpu_experts  layers whose experts stay in host memory beside a GPU, and are computed by the CPU: a number (the first
                  ones), "all", or "auto": as many as the GPU has no room for
@@ -259,10 +260,11 @@ class MoeNvfp4Config(QuantizationConfig):
             # vLLM's ModelOpt reader compares wildcards with fused names only: "*.q_proj" does not exclude "qkv_proj"
             if isinstance(layer, LinearBase) and self.ignores(prefix):
                 return DenseLinearMethod(prefix)
-            if isinstance(layer, LinearBase | ParallelLMHead) and self.info is not None and self.runs_linears():
+            if isinstance(layer, LinearBase | ParallelLMHead) and self.info is not None:
                 activations = engine.linear_activations(self.base, prefix, self.info.activations)
-                if activations is not None:
-                    return NVFP4LinearMethod(prefix, self.info.dialect, self.activations or activations)
+                runs = activations and (self.activations or activations)
+                if runs and self.runs_linears(runs):
+                    return NVFP4LinearMethod(prefix, self.info.dialect, runs)
             return None if self.base is None else self.base.get_quant_method(layer, prefix)
         engine.check_load_format(prefix, self.form)
         self.experts.append(prefix)
@@ -287,11 +289,14 @@ class MoeNvfp4Config(QuantizationConfig):
             return None  # vLLM runs them unquantized
         return self.base.get_quant_method(layer, prefix)
 
-    def runs_linears(self) -> bool:
-        """Whether NVFP4 linears are ours to run."""
-        from vllm.platforms import current_platform
-
-        return self.linears == NAME or (self.linears is None and current_platform.is_cpu())
+    def runs_linears(self, activations: str) -> bool:
+        """Whether NVFP4 linears with such activations are ours to run."""
+        if self.linears is not None:
+            return self.linears == NAME
+        device, dtype = torch.get_default_device(), torch.get_default_dtype()
+        if device.type == "cpu" or activations != "bf16":
+            return device.type == "cpu"
+        return explain(Problem("linear", 1, 128, 128, "raw", "bf16", dtype), Device.of(device)).backend.name == "sm90"
 
     def check_effect(self, whole: bool, dense: bool) -> None:
         """ValueError if the model has no experts, or if a pattern of `exclude` matches none of them. Called when all

@@ -573,7 +573,9 @@ def test_names_that_ignore_lists_have():
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     config, asked = Config.from_config(NVFP4).choose({"linears": "vllm"}), []
-    config.base = SimpleNamespace(get_quant_method=lambda layer, prefix: asked.append(prefix))
+    config.base = SimpleNamespace(
+        get_quant_method=lambda layer, prefix: asked.append(prefix), is_layer_excluded=lambda prefix: False
+    )
     for prefix in ("", "model.lm_head", "draft_model.lm_head"):
         config.get_quant_method(object.__new__(ParallelLMHead), prefix)
     assert asked == ["lm_head", "model.lm_head", "lm_head"]

@@ -12,6 +12,7 @@ from tests.models import SMALL, folder, load, tensors
 
 pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
 
+from moe_nvfp4.backends import PACKAGES, Device  # noqa: E402
 from moe_nvfp4.integrations.vllm.config import MoeNvfp4Config  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.dialects import DIALECTS  # noqa: E402
@@ -208,11 +209,25 @@ def test_rows_of_w4a4_that_ranks_would_scale_in_parts(monkeypatch):
         made("bf16", 24, 48)
 
 
-def test_whose_kernels():
-    """On a CPU these; vLLM's where it is told, and on bf16 files the option has no meaning."""
+def test_whose_kernels(monkeypatch):
+    """On a CPU these, and the Hopper kernels; vLLM's where it is told; on bf16 files the option has no meaning."""
     config = MoeNvfp4Config.from_config({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
-    assert config.runs_linears() and config.choose({"linears": "moe_nvfp4"}).runs_linears()
-    assert not config.choose({"linears": "vllm"}).runs_linears()
+    assert config.runs_linears("bf16") and config.runs_linears("nvfp4")
+    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda"))
+    every, expected = frozenset(PACKAGES), {"bf16": True, "nvfp4": False}
+    for packages, capability, dtype, ours in [
+        (every, (9, 0), torch.bfloat16, True), (every, (9, 0), torch.float16, False),
+        (every - {"cutlass"}, (9, 0), torch.bfloat16, False), (every, (8, 0), torch.bfloat16, False),
+        (every, (10, 0), torch.bfloat16, False),
+    ]:  # fmt: skip
+        found = Device("cuda", "a GPU", capability, packages)
+        monkeypatch.setattr(Device, "of", staticmethod(lambda device, found=found: found))
+        monkeypatch.setattr(torch, "get_default_dtype", lambda dtype=dtype: dtype)
+        for activations, fast in expected.items():
+            assert config.runs_linears(activations) == (ours and fast), (found, dtype, activations)
+            assert config.choose({"linears": "moe_nvfp4"}).runs_linears(activations)
+            assert not config.choose({"linears": "vllm"}).runs_linears(activations)
+            config.linears = None
     with pytest.raises(ValueError, match="linears='marlin': linears must be one of moe_nvfp4, vllm"):
         config.choose({"linears": "marlin"})
     with pytest.raises(ValueError, match="linears='vllm': the linears of these files are bf16.*--linears all"):
