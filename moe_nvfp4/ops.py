@@ -324,19 +324,24 @@ def _exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-# Evaluated outside the traced code: inside, torch 2.11 answers True whenever it compiles.
-_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode AD is on, around this call or, in torch.compile, inside it."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+# Evaluated outside the traced code: inside, torch 2.11 answers True whenever it compiles. torch.compile enters the
+# transforms that it traces, and traces anew under others.
+_exporting._dynamo_marked_constant = _transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_transforms() -> None:
     """NotImplementedError inside torch.export, torch.jit, torch.func's transforms and forward-mode AD."""
-    eager = not torch.compiler.is_compiling()
-    if _exporting() or eager and torch._C._is_tracing():
+    if _exporting() or not torch.compiler.is_compiling() and torch._C._is_tracing():
         raise NotImplementedError(
             "torch.export and torch.jit of 4-bit layers are not supported: the exported program would depend on this "
             "machine's kernels and layout of weights; export the dense model, or use torch.compile"
         )
-    if eager and (torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0):
+    if _transformed():
         raise NotImplementedError(
             "torch.func's transforms (vmap, grad, jvp, ...) and forward-mode AD of 4-bit layers are not supported: "
             "flatten the batch into the tokens, x [batch * tokens, hidden], or transform the dense model"

@@ -52,7 +52,7 @@ def tables(recipe: str) -> Tables | None:
         packed = encode(values.expand(128, 16), sf, one)  # [128, 8]: the new code of each code
         new = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
         low, high = torch.arange(256) & 15, torch.arange(256) >> 4
-        bit = torch.where(nibbles % 8 > 0, torch.ones(16, dtype=torch.int32) << (nibbles % 8 - 1).int().clamp(min=0), 0)
+        bit = 1 << (nibbles % 8).int() >> 1  # none for 0
         by_max = (blocks.amax(dim=1) / 6).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
         lowest = -((by_max - 2 - 8) // 8)  # the lowest candidate is two numbers below max's, normal ones begin at 8
         return Tables(

@@ -1,7 +1,7 @@
 """Misuse: every wrong shape, dtype and device is named, and nothing reaches a backend unchecked."""
 
 import copy
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -397,6 +397,31 @@ def test_transforms_are_refused_by_name():
         torch.func.grad(lambda x: layer(x, ids, p).sum())(x)
     with pytest.raises(NotImplementedError, match="vmap"):
         torch.vmap(lambda x, ids, p: moe_forward(x, ids, p, layer.weights))(x[None], ids[None], p[None])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_layer", [make, make_linear])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_forward_mode_is_refused_in_compiled_code(backend, make_layer):
+    """Inside it and around it: tangents would be zeros, without a word."""
+    layer, (x, ids, p) = make_layer(), batch()
+    call = (lambda x: layer(x, ids, p)) if make_layer is make else layer
+    torch.compiler.reset()
+    compiled = torch.compile(call, backend=backend)
+    assert relative_error(compiled(x), call(x)) < THRESHOLDS["fp32"]  # made for calls without a transform
+
+    def dual(f, x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+    def jvp(f, x):
+        return torch.func.jvp(f, (x,), (torch.ones_like(x),))
+
+    for transform in (jvp, dual):
+        inside = torch.compile(partial(transform, call), backend=backend)
+        for run in (inside, partial(transform, compiled)):
+            with pytest.raises(NotImplementedError, match="torch.func's transforms"):
+                run(x)
 
 
 # ---- what is loaded ------------------------------------------------------------------------------

@@ -159,6 +159,24 @@ def test_the_table_gives_the_bytes_of_the_search(seed, low, span, zeros, recipe,
     assert cast_exactly(packed, scales, largest * 1.5, recipe) is None, "no power of two"
 
 
+@pytest.mark.parametrize("recipe", ["mse", "four_over_six"])
+def test_the_table_at_its_bounds(recipe):
+    """Blocks of every set of magnitudes, at powers of two beyond both ends of e4m3: as the search, or none."""
+    codes = (torch.arange(128)[:, None] >> torch.arange(7) & 1) * torch.arange(1, 8)
+    codes = torch.nn.functional.pad(codes, (0, 9)).repeat(1, 2).to(torch.uint8)  # [128, 32]
+    codes[1::2] |= 8  # with signs, and -0
+    packed, one = codes[:, ::2] | codes[:, 1::2] << 4, torch.ones(())
+    for k in range(-8, 13):
+        want = quantize_matrix(E2M1[codes.long()] * 2.0**k, recipe, one)
+        for row in range(1, 128):
+            found = cast_exactly(packed[row, None], torch.full((1, 1), 127 + k, dtype=torch.uint8), one, recipe)
+            assert (found is not None) or not 2 <= k <= 8
+            for mine, theirs in zip(found or (), want, strict=False):
+                assert torch.equal(mine[0].view(torch.uint8), theirs[row].view(torch.uint8)), (k, row)
+    exponents = torch.full((128, 1), 127, dtype=torch.uint8)
+    assert cast_exactly(packed, exponents, one, "max") is None, "which loses something, and must be counted"
+
+
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(low=st.integers(20, 200), span=st.integers(1, 30), tool=st.sampled_from([*CONFIGS]))
