@@ -5,19 +5,23 @@ import re
 import pytest
 import torch
 
+from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
 from moe_nvfp4.integrations.huggingface import gptq as module
 from moe_nvfp4.integrations.huggingface.calibration import files_importance, first_linears, model_importance
 from moe_nvfp4.integrations.huggingface.gptq import convert_gptq
-from moe_nvfp4.integrations.huggingface.hessians import HessianSums
+from moe_nvfp4.integrations.huggingface.hessians import HessianSums, quantize_chosen
 from moe_nvfp4.integrations.huggingface.statistics import watch_linears
 from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.gptq import quantize_gptq
 from moe_nvfp4.quantize.importance import Importance, load_importance, save_importance
+from moe_nvfp4.quantize.linears import Linear
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale
 from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.common import relative_error
 from tests.folders import qwen2_moe
 from tests.integrations.test_gptq import batches
 from tests.models import as_bytes, deepseek, folder, llama4, load, nemotron_h, same_tensors, tensors
@@ -41,6 +45,13 @@ def inputs(model):
     return {name: torch.cat(rows) for name, rows in seen.items()}
 
 
+def rounded(row):
+    """A row [1, K] as W4A4 rounds it."""
+    scale = row.abs().max() / (6 * 448)
+    codes, sf, _ = nvfp4.quantize(row, scale)
+    return nvfp4.dequantize(codes, sf, scale)
+
+
 def test_sums_are_those_of_a_loop(tmp_path):
     source = folder(tmp_path, qwen2_moe, dtype=torch.float32)
     model = load(source, torch.float32)
@@ -49,14 +60,17 @@ def test_sums_are_those_of_a_loop(tmp_path):
         squares = (x**2).sum(dim=0)
         want = (squares + 64 * squares.mean() / len(x)) / (len(x) + 64)  # the prior of 64 rows of equal columns
         torch.testing.assert_close(found.linears[name].double(), want, rtol=1e-5, atol=0)
-        sums = HessianSums()
-        with watch_linears({name: model.get_submodule(name)}, sums.linear), torch.no_grad():
-            for ids in batches():
-                model(ids)
-        seen = sums.linears[name]
-        in_sum = torch.cat([call[: -(len(call) // 8)] for call in x.split(96)])  # an eighth of each call is kept
-        assert seen.rows == len(in_sum) == 168 and seen.held.shape == (24, 64)
-        torch.testing.assert_close(seen.x.double(), in_sum.T @ in_sum, rtol=1e-4, atol=1e-4)
+        for activations in ("bf16", "nvfp4"):
+            sums = HessianSums(activations)
+            with watch_linears({name: model.get_submodule(name)}, sums.linear), torch.no_grad():
+                for ids in batches():
+                    model(ids)
+            rows = x if activations == "bf16" else torch.cat([rounded(row) for row in x.float().split(1)]).double()
+            seen, halves = sums.linears[name], [call.split([84, 12]) for call in rows.split(96)]
+            in_sum, held = (torch.cat(parts) for parts in zip(*halves, strict=True))  # an eighth of each call is kept
+            assert seen.rows == len(in_sum) == 168 and seen.held.shape == (24, 64)
+            assert relative_error(seen.held, held) < 1e-5
+            torch.testing.assert_close(seen.x.double(), in_sum.T @ in_sum, rtol=1e-4, atol=1e-4)
     again = model_importance(model, batches(), progress=False, linears=first_linears(model))
     assert again.linears.keys() == found.linears.keys() == {
         *(f"model.layers.{i}.{name}" for i in range(2) for name in (
@@ -64,6 +78,20 @@ def test_sums_are_those_of_a_loop(tmp_path):
         "lm_head",
     }  # fmt: skip
     assert all(torch.equal(again.linears[name], found.linears[name]) for name in found.linears)
+
+
+def test_a_linear_with_few_rows_leans_on_its_columns():
+    """As if it had 8 more rows for each column, in which columns are uncorrelated."""
+    torch.manual_seed(0)
+    linear, x, sums = torch.nn.Linear(64, 32), torch.randn(400, 16) @ torch.randn(16, 64), HessianSums()
+    sums.linear("0", x)
+    ((_, made),) = quantize_chosen(torch.nn.Sequential(linear), [(Linear("0", "0", 64),)], sums, "gptq")
+    hessian = x[:350].T @ x[:350]
+    plain, weight = hessian.clone(), linear.weight.detach()
+    hessian.diagonal().mul_(1 + 8 * 64 / 350)
+    (want,), _, _ = quantize_gptq(weight[None], hessian[None])
+    (other,), _, _ = quantize_gptq(weight[None], plain[None])
+    assert torch.equal(made["weight"], want) and not torch.equal(want, other)
 
 
 @pytest.mark.slow
