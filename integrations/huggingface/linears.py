@@ -84,8 +84,8 @@ def quantize_linears(
             parts = ready or quantize_fused([m.weight.detach() for m in modules], recipe, known.get(fused[0].model))
         except ValueError as error:
             raise ValueError(f"{', '.join(linear.model for linear in fused)}: {error}") from None
-        for module, parameters in zip(modules, parts, strict=True):
-            new = _with_parameters(module, parameters, activations)
+        made = [_with_parameters(m, parameters, activations) for m, parameters in zip(modules, parts, strict=True)]
+        for module, new in zip(modules, made, strict=True):
             for name in names.pop(module):
                 model.set_submodule(name, new)
     return [linear.model for fused in chosen.fused for linear in fused]

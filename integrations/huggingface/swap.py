@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -70,8 +71,8 @@ def swap_experts(
     The whole model is walked, composite ones too. Every weight is checked before the first layer is replaced, so an
     error leaves the model as it was. Then layer after layer is replaced: the peak of memory is one layer's dense
     experts above the result. After an interruption (Ctrl-C, out of memory) every layer is either dense or 4-bit, and
-    another call continues; until then the model runs, but refuses to be saved. After swapping, it saves and loads like
-    a model that was quantized while loading.
+    another call with the same arguments continues; until then the model runs, but refuses to be saved. After swapping,
+    it saves and loads like a model that was quantized while loading.
 
     activations  "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4)
     recipe       one of moe_nvfp4.quantize.recipes.RECIPES, or "weighted", "gptq" or "distill" (run on data)
@@ -96,19 +97,23 @@ def swap_experts(
             f"{type(model).__name__} is quantized already "
             f"({other.quantization_config.quant_method}): load the original checkpoint"
         )
+    if other is not None:
+        _check_same(other.quantization_config, config)
+    done = [module for module in model.modules() if isinstance(module, HFExperts)]
     groups: dict[int, tuple[list[str], nn.Module, ModuleLayout]] = {}  # layers may share a module
     excluded = []
-    for name, module, layout in find_experts(model, config):
+    for name, module, layout in find_experts(model, config, required=other is None):
         if layout is None:
             excluded.append(name)
         else:
             groups.setdefault(id(module), ([], module, layout))[0].append(name)
     if cpu_experts is not None:
-        check_cpu_experts(cpu_experts, type(model).__name__, len(groups))
+        check_cpu_experts(cpu_experts, type(model).__name__, len(groups) + len(done))
     for names, module, layout in groups.values():
         _check_weights(names[0], module, layout)
     quantizer = MoeNvfp4Quantizer(config, pre_quantized=False)
-    quantizer.chosen = choose_linears(model, config)
+    with _whole(done):
+        quantizer.chosen = choose_linears(model, config)
     _check_linears(model, quantizer.chosen)
     _stand_alone(model)
     base = getattr(model, "_weight_conversions", None)
@@ -116,7 +121,8 @@ def swap_experts(
         base = model_conversions(model)
 
     layouts = {names[0]: layout for names, _, layout in groups.values()}
-    known = _learn(model, config, layouts, quantizer.chosen, progress)
+    with _whole(done):
+        known = _learn(model, config, layouts, _dense_ones(model, quantizer.chosen), progress) if layouts else {}
 
     left = deque(groups.values())
     groups.clear()  # it would keep replaced modules alive
@@ -171,6 +177,35 @@ class _Interrupted(HfQuantizer):
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         raise RuntimeError(HALF_SWAPPED)
+
+
+def _check_same(before: Any, now: MoeNvfp4Config) -> None:
+    """ValueError unless an interrupted call of `swap_experts`, with the config `before`, is continued as it began."""
+    for name in ("activations", "recipe", "exclude", "linears"):
+        then, given = ((None if value == "packed" else value) for value in (getattr(before, name), getattr(now, name)))
+        if then != given:
+            raise ValueError(
+                f"swap_experts was interrupted with {name}={then!r}, and a part of the model is as that says: continue "
+                f"with the same, not {given!r}; or load the model again"
+            )
+
+
+def _dense_ones(model: nn.Module, chosen: Chosen) -> Chosen:
+    """`chosen` without the linears that are 4-bit already."""
+    is_dense = lambda fused: not any(isinstance(model.get_submodule(linear.model), NVFP4Linear) for linear in fused)
+    return replace(chosen, fused=tuple(filter(is_dense, chosen.fused)))
+
+
+@contextmanager
+def _whole(experts: Iterable[HFExperts]) -> Iterator[None]:
+    """Let `swap_experts` see the state dict of a model with `experts` from a call that was interrupted."""
+    for module in experts:
+        module.half_swapped = False
+    try:
+        yield
+    finally:
+        for module in experts:
+            module.half_swapped = True
 
 
 def _inside(model: Any) -> Any:

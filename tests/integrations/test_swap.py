@@ -20,7 +20,9 @@ from moe_nvfp4.integrations.huggingface import (
     MoeNvfp4Config,
     calibrate,
     checkpoint_config,
+    linears,
     set_activations,
+    swap,
     swap_experts,
 )
 from moe_nvfp4.integrations.huggingface import experts as hf_experts
@@ -141,6 +143,41 @@ def test_an_interrupted_swap_goes_on_where_it_was(monkeypatch, tmp_path):
     swap_experts(model, progress=False)
     assert torch.equal(logits(model), logits(whole))
     model.save_pretrained(tmp_path / "whole")
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("recipe", ["mse", "weighted"])
+@pytest.mark.parametrize(("module", "function", "after"), [
+    (swap, "_quantized", 1), (swap, "set_implementation", 0), (linears, "_with_parameters", 1),
+], ids=["experts", "all done", "linears"])  # fmt: skip
+def test_an_interrupted_swap_with_linears_goes_on(module, function, after, recipe, monkeypatch, tmp_path):
+    """With the same arguments only. q, k and v are dense until all are 4-bit."""
+    model, whole = (make(qwen3_moe, torch.float32) for _ in range(2))
+    given = dict(recipe=recipe, linears="attention", progress=False)
+    swap_experts(whole, **given)
+    real, calls = getattr(module, function), []
+
+    def interrupted(*args, **kwargs):
+        if len(calls) == after:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, function, interrupted)
+        swap_experts(model, **given)
+    attention = model.model.layers[0].self_attn
+    assert len({type(attention.get_submodule(f"{part}_proj")) for part in "qkv"}) == 1
+    if module is swap:
+        for name, other in (("activations", "nvfp4"), ("recipe", "max"), ("linears", None), ("exclude", ["*.0.*"])):
+            with pytest.raises(ValueError, match=f"interrupted with {name}=.* continue with the same, not "):
+                swap_experts(model, **given | {name: other})
+    swap_experts(model, **given)
+    assert [type(m) for m in model.modules()] == [type(m) for m in whole.modules()]
+    if recipe == "mse":  # the other's inputs come from the 4-bit layers in front
+        assert torch.equal(logits(model), logits(whole))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path, torch.float32)), logits(model))
 
 
 def test_what_a_model_computes_is_what_is_saved(tmp_path):
