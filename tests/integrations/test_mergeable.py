@@ -12,10 +12,11 @@ from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from moe_nvfp4.integrations.huggingface import keep_experts_on_cpu, swap_experts  # noqa: E402
+from moe_nvfp4.integrations.huggingface import keep_experts_on_cpu, set_activations, swap_experts  # noqa: E402
 from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig  # noqa: E402
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter  # noqa: E402
 from tests.common import relative_error  # noqa: E402
+from tests.folders import awq, qwen2_moe  # noqa: E402
 from tests.models import (  # noqa: E402
     IDS,
     dense_like,
@@ -112,6 +113,41 @@ def test_codes_are_the_nearest_of_the_sums():
     changed = (found != values(before[f"{name}down_proj"])).double().mean()
     assert 0.05 < changed < 0.95
     assert ((found - wanted).abs() / step <= nearest + 1e-5).all()
+
+
+def test_awqs_scales_divide_what_is_added(tmp_path):
+    """The layer multiplies x by them, and the adapter does not: the nearest codes of value + b · a / scale."""
+    path, _ = awq(tmp_path, qwen2_moe)
+    torch.manual_seed(0)
+    model = set_activations(load(path, torch.float32), "bf16")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    mine = get_peft_model(model, config(target_modules=["q_proj"]))
+    logits(mine)
+
+    def check(name, codes, sf, scale, awq_scale, added):
+        step = sf.view(torch.float8_e4m3fn).double().repeat_interleave(16, dim=-1) * scale.double()
+        signed = torch.cat([MAGNITUDES, -MAGNITUDES])
+        values = [signed[torch.stack([c & 15, c >> 4], -1).flatten(-2).long()] for c in (before[name], codes)]
+        wanted = values[0] + (added.double() / awq_scale.double()[..., None, :] / step).detach().nan_to_num(0, 0, 0)
+        nearest = (wanted.abs()[..., None] - MAGNITUDES).abs().min(dim=-1).values
+        assert 0.05 < (values[0] != values[1]).double().mean() < 0.95
+        assert (((values[1] - wanted).abs() <= nearest + 1e-5) | (step == 0)).all()
+
+    wrapped = dict(mine.base_model.model.named_modules())
+    for i in range(2):
+        q = f"model.layers.{i}.self_attn.q_proj"
+        linear, base = wrapped[q], wrapped[q].get_base_layer()
+        added = linear.lora_B["default"].weight @ linear.lora_A["default"].weight * 2
+        check(f"{q}.weight", base.weight, base.weight_sf, base.weight_global_scale, base.pre_quant_scale, added)
+    for module in [m for m in mine.modules() if hasattr(m, "parameter_name")]:
+        experts, part, (a, b) = module.get_base_layer(), module.parameter_name, module.adapter("default")
+        name = next(n for n, m in wrapped.items() if m is experts).replace(".base_layer", "")
+        p = experts.get_parameter
+        scales = [p(f"{half}_global_scale")[:, None].expand(-1, experts.intermediate_size) for half in
+                  ("gate_proj", "up_proj")]  # fmt: skip
+        scale = torch.cat(scales, 1)[..., None] if part == "gate_up_proj" else p(f"{part}_global_scale")[:, None, None]
+        awq_scale = p(f"{part.replace('gate_', '')}_pre_quant_scale")
+        check(f"{name}.{part}", p(part), p(f"{part}_sf"), scale, awq_scale, b @ a)
 
 
 def test_what_is_trained_is_what_is_merged_and_saved(tmp_path):
