@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 import zlib
 from fnmatch import fnmatchcase
 from functools import partial
@@ -244,6 +245,22 @@ def test_the_language_model_of_llama4_loads_from_files_of_all_of_it(tmp_path):
     assert torch.equal(logits(named), logits(model))
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+
+
+def test_reciprocals_are_saved_as_they_were_read(tmp_path):
+    """1 / (1 / s) is the neighbour of one s in six."""
+    which = lambda key: is_expert(key) or is_linear(key)
+    folder, _ = quantized(tmp_path, qwen2_moe, "compressed-tensors", which, input_scale=0.01)
+    files, g = tensors(folder), torch.Generator().manual_seed(0)
+    candidates = torch.rand(4096, generator=g) * 100 + 1
+    left = iter(candidates[1 / (1 / candidates) != candidates].split(1))
+    files |= {name: next(left).clone() for name in files if name.endswith("_global_scale")}
+    for name in files:  # gate and up of an expert have one
+        if re.search(r"experts\.\d+\.up_proj\.input_global_scale", name):
+            files[name] = files[name.replace("up_proj", "gate_proj")].clone()
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+    load(folder, torch.bfloat16).save_pretrained(tmp_path / "again")
+    same_tensors(tmp_path / "again", folder)
 
 
 def test_a_base_model_loads_too(tmp_path):
