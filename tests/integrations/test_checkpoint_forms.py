@@ -41,6 +41,7 @@ from tests.folders import (
 from tests.integrations.test_checkpoints import both, load, packed
 from tests.models import (
     SMALL,
+    dense_like,
     folder,
     gpt_oss,
     llama4,
@@ -369,6 +370,7 @@ def test_awq(linears, activations, tmp_path):
     model = load(folder, config=checkpoint_config(folder, linears=linears, activations=activations))
     error = relative_error(logits(model), logits(load(twin)))
     assert error < 10 * THRESHOLDS["fp32"] if activations == "bf16" else 1e-3 < error < 2  # rows of 4 bits
+    assert relative_error(logits(dense_like(model)), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
     half = load(folder, torch.bfloat16, config=checkpoint_config(folder, linears=linears, activations="bf16"))
     assert relative_error(logits(half).float(), logits(load(twin))) < 0.15  # 0.8 without the vectors
     model.save_pretrained(tmp_path / "again")
