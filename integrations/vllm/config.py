@@ -293,10 +293,11 @@ class MoeNvfp4Config(QuantizationConfig):
         """Whether NVFP4 linears with such activations are ours to run."""
         if self.linears is not None:
             return self.linears == NAME
-        device, dtype = torch.get_default_device(), torch.get_default_dtype()
-        if device.type == "cpu" or activations != "bf16":
-            return device.type == "cpu"
-        return explain(Problem("linear", 1, 128, 128, "raw", "bf16", dtype), Device.of(device)).backend.name == "sm90"
+        device = torch.get_default_device()
+        if device.type == "cpu":
+            return True
+        problem = Problem("linear", 1, 128, 128, "raw", activations, torch.get_default_dtype())
+        return activations == "bf16" and explain(problem, Device.of(device)).backend.name == "sm90"
 
     def check_effect(self, whole: bool, dense: bool) -> None:
         """ValueError if the model has no experts, or if a pattern of `exclude` matches none of them. Called when all
