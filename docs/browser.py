@@ -22,7 +22,8 @@ import threading
 from pathlib import Path
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WIDTHS, SCHEMES = (1400, 390), ("light", "dark")
+WIDTHS = 1400, 390
+SCHEMES = {"dark": 0, "light": 1}  # as --blink-settings numbers them
 CUT = """[...document.querySelectorAll(".md-content table, .md-content pre, .md-content img")].filter(e => {
     const right = e.getBoundingClientRect().right;
     for (let place = e.querySelector(":scope > code") || e; place; place = place.parentElement) {
@@ -47,9 +48,13 @@ SEARCH = """(async () => {
 
 
 class Browser:
-    """A Chromium driven through two pipes (--remote-debugging-pipe): JSON messages that end with a zero byte."""
+    """A Chromium whose reader prefers `scheme`, driven through two pipes (--remote-debugging-pipe): JSON messages that
+    end with a zero byte.
 
-    def __init__(self, program, profile):
+    One browser is one reader: an emulated preference that changes between pages reaches some of them late.
+    """
+
+    def __init__(self, program, profile, scheme):
         (theirs, to), (back, ours) = os.pipe(), os.pipe()
 
         def as_3_and_4():
@@ -57,8 +62,10 @@ class Browser:
             os.dup2(first, 3), os.dup2(second, 4)
 
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
+        options += [f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", "--remote-debugging-pipe"]
+        self.scheme = scheme
         self.process = subprocess.Popen(
-            [program, *options, "--remote-debugging-pipe", "about:blank"],
+            [program, *options, "about:blank"],
             close_fds=False, preexec_fn=as_3_and_4, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(theirs), os.close(ours)
@@ -69,9 +76,10 @@ class Browser:
         self.session = self("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self(f"{domain}.enable")
-        # Before a page's own scripts: the colours that the page before stored are not this reader's.
-        forget = 'if (location.protocol != "about:") localStorage.clear()'
-        self("Page.addScriptToEvaluateOnNewDocument", source=forget)
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
 
     def __call__(self, method, **parameters):
         self.number += 1
@@ -104,7 +112,8 @@ class Browser:
             self.errors.append(" ".join(str(a.get("value")) for a in what["args"]))
         return event
 
-    def open(self, url):
+    def open(self, url, width):
+        self("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
         self.loaded, self.errors = False, []
         self("Page.navigate", url=url)
         while not self.loaded:
@@ -122,15 +131,12 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def look(browser, url, width, scheme, picture):
+def look(browser, url, width, picture):
     """What is wrong with one page."""
-    browser.open("about:blank")  # else the page before answers the new scheme, and remembers it
-    browser("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
-    browser("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-    browser.open(url)
+    browser.open(url, width)
     wrong = [f"console: {error}" for error in browser.errors]
     shown = browser.evaluate("document.body.dataset.mdColorScheme")
-    if shown != {"light": "default", "dark": "slate"}[scheme]:
+    if shown != {"light": "default", "dark": "slate"}[browser.scheme]:
         wrong.append(f"the colours are those of {shown!r}")
     if browser.evaluate("document.documentElement.scrollWidth > innerWidth + 1"):
         wrong.append("the page scrolls sideways")
@@ -155,31 +161,29 @@ def main():
     handler = functools.partial(Quiet, directory=arguments.site)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    site = f"http://127.0.0.1:{server.server_port}"
     pages = sorted(p.relative_to(arguments.site) for p in arguments.site.rglob("*.html") if p.name != "404.html")
     if arguments.screenshots:
         arguments.screenshots.mkdir(parents=True, exist_ok=True)
     wrong = []
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        browser = Browser(program, profile)
-        try:
-            for page in pages:
-                name = page.parent.name or "index"
-                if arguments.pages and name not in arguments.pages:
-                    continue
-                for width in WIDTHS:
-                    for scheme in SCHEMES:
+    for scheme in SCHEMES:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+            browser = Browser(program, profile, scheme)
+            try:
+                for page in pages:
+                    name = page.parent.name or "index"
+                    if arguments.pages and name not in arguments.pages:
+                        continue
+                    for width in WIDTHS:
                         folder = arguments.screenshots
                         picture = folder / f"{name}-{width}-{scheme}.png" if folder else None
-                        url = f"http://127.0.0.1:{server.server_port}/{page.as_posix()}"
-                        found = look(browser, url, width, scheme, picture)
+                        found = look(browser, f"{site}/{page.as_posix()}", width, picture)
                         wrong += [f"{page}, {width} px, {scheme}: {what}" for what in found]
-            browser("Emulation.setDeviceMetricsOverride", width=1400, height=900, deviceScaleFactor=1, mobile=False)
-            browser.open(f"http://127.0.0.1:{server.server_port}/index.html")
-            if not browser.evaluate(SEARCH % json.dumps("swap_experts")):
-                wrong.append("the search finds no swap_experts")
-        finally:
-            browser.process.kill()
-            browser.process.wait()
+                browser.open(f"{site}/index.html", 1400)
+                if not browser.evaluate(SEARCH % json.dumps("swap_experts")):
+                    wrong.append("the search finds no swap_experts")
+            finally:
+                browser.end()
     print(*wrong, f"{len(pages)} pages, {len(wrong)} faults", sep="\n")
     return bool(wrong)
 
