@@ -50,6 +50,11 @@ def check_rows(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: E
     _check("top_k_weights", top_k_weights, top_k_index.shape, ROUTER, device)
 
 
+def check_map(expert_map: Tensor, device: torch.device) -> None:
+    """Check an expert_map, int32 [G]; its values are a kernel's to check."""
+    _check("expert_map", expert_map, (expert_map.numel(),), _INT32, device)
+
+
 def check_weights(weights: ExpertWeights, device: torch.device) -> None:
     """Check the dtypes and shapes of all tensors of `weights` against each other, and that they are on `device`."""
     w = weights

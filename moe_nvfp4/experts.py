@@ -143,10 +143,13 @@ class NVFP4Experts(ExpertsLayer):
         top_k_weights: Tensor,
         adapters: Adapters = ((), ()),
         adapter: Tensor | None = None,
+        expert_map: Tensor | None = None,
     ) -> Tensor:
-        inputs = hidden_states, top_k_index, top_k_weights
         if not self.on_cpu or hidden_states.device == (here := self._here("down_proj").device):
-            return super().forward(*inputs, adapters, adapter)
+            return super().forward(hidden_states, top_k_index, top_k_weights, adapters, adapter, expert_map)
+        if expert_map is not None:
+            top_k_index = expert_map[top_k_index]
+        inputs = hidden_states, top_k_index, top_k_weights
         x, fused = autocast(hidden_states), self._hooks(adapters).fused
         if fused and not _wants_gradients(x, top_k_weights, *self._biases):
             y = run_beside(x, top_k_index, top_k_weights, self._number, self.meanwhile)

@@ -21,6 +21,9 @@ class ExpertsLayer(Prepared):
 
     forward(hidden_states [T, H], top_k_index [T, top_k], top_k_weights [T, top_k]) -> [T, H]
 
+    With `expert_map`, int32 [G], the ids are those of G experts, of which this layer has E: expert_map[id] is the
+    number of an expert here, or -1 if it is elsewhere, as in one rank of expert parallelism.
+
     Parameters (all frozen; uint8 bytes so that every collective and every loader carries them),
     with the names Hugging Face's experts use, so that its tensor- and expert-parallel plans apply:
 
@@ -258,10 +261,11 @@ class ExpertsLayer(Prepared):
         top_k_weights: Tensor,
         adapters: Adapters = ((), ()),
         adapter: Tensor | None = None,
+        expert_map: Tensor | None = None,
     ) -> Tensor:
         hooks, x = self._hooks(adapters, adapter), autocast(hidden_states)
         chosen, weights = self._for_call(x.dtype, hooks.fused)
-        y = run_experts(x, top_k_index, top_k_weights, weights, hooks, chosen)
+        y = run_experts(x, top_k_index, top_k_weights, weights, hooks, chosen, expert_map)
         return y if x is hidden_states else y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:

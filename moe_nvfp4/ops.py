@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from moe_nvfp4 import stages
 from moe_nvfp4.backends import Problem, Selected, named_on, selected
-from moe_nvfp4.checks import check_layer, check_linear
+from moe_nvfp4.checks import check_layer, check_linear, check_map
 from moe_nvfp4.door import define, differentiate, layer_op, like, no_gradients, present, refuse_gradient, saved
 from moe_nvfp4.routing import Groups, group_by_expert
 from moe_nvfp4.stages import Adapter, down, joined, scaled, up
@@ -199,10 +199,13 @@ def moe_forward(
 
 
 def run_experts(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, hooks: Hooks, chosen: Selected
-) -> Tensor:
-    """`moe_forward` on a backend that was chosen before."""
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, hooks: Hooks, chosen: Selected,
+    expert_map: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`moe_forward` on a backend that was chosen before. expert_map: as in `NVFP4Experts`."""
     refuse_transforms()
+    if expert_map is not None:
+        check_map(expert_map, x.device)
     w, ids, p, (backend, layout) = weights, top_k_index, top_k_weights, (chosen.name, chosen.layout)
     if w.layout not in (None, layout):
         raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, f"the {w.layout}", "NVFP4Experts"))
@@ -217,12 +220,14 @@ def run_experts(
     else:
         direct = not torch.compiler.is_compiling() and type(x) is Tensor and not (x.is_meta or _watched())
     b13, b2 = w.w13.bias, w.w2.bias
-    if hooks.fused and not direct:
+    if hooks.fused and direct:
+        check_layer(x, ids, p, w)
+        return named_on(backend, x.device).experts(x, ids, p, w, expert_map)
+    if expert_map is not None:
+        ids = expert_map[ids]
+    if hooks.fused:
         return experts(x, ids, p, b13, b2, w.biased(None, None).tensors(), w.spec(backend))
     check_layer(x, ids, p, w)
-    if hooks.fused:
-        return named_on(backend, x.device).experts(x, ids, p, w)
-
     own_gate, norm, x_factor, h_factor, observe, largest, adapters, adapter = hooks
     spec = w.spec(backend)
     several = next((a.shape[1] for some in adapters for a, _ in some if a.dim() == 4), 0)

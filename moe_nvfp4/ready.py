@@ -26,6 +26,7 @@ def prepare(
     dtype: torch.dtype = torch.bfloat16,
     beside: torch.device | None = None,
     adapters: tuple[int, int] | None = None,
+    expert_map: bool = False,
 ) -> int:
     """Make the 4-bit experts and linears of `model` (or of a single layer) ready for activations of `dtype`: bring the
     weights into their kernels' layout and, on GPUs, compile and load every kernel that any number of tokens needs.
@@ -35,6 +36,7 @@ def prepare(
     for layers that are copied whole.
     adapters: for calls with LoRA adapters of experts, (their rank, how many there are of which each token has one; 0:
     they are for all tokens).
+    expert_map: for calls with one (see `NVFP4Experts`).
     Several processes compile, with a progress bar, for some seconds on 16 cores; the next start finds all kernels on
     disk. MOE_NVFP4_COMPILE=lazy leaves compiling to the calls. Returns how many kernels were compiled.
     """
@@ -46,7 +48,7 @@ def prepare(
             module.prepare(dtype)
             if top_k is not None:
                 fused = module._hooks().fused
-                call = Call.of(module.weights, dtype, top_k, fused, adapters=adapters)
+                call = Call.of(module.weights, dtype, top_k, fused, adapters=adapters, expert_map=expert_map)
                 calls[module.down_proj.device].append((module.backend(dtype), call))
                 if beside is not None and module.on_cpu:
                     (problem, _), kernels = module._problem(dtype, fused), offload.functions()
@@ -70,9 +72,12 @@ def compiles_ahead() -> bool:
     return how == "ahead"
 
 
-def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Compile into the cache folder what `prepare` would compile on a machine with `gpu`; the 4-bit layers of `model`
-    are on meta. Returns how many kernels were not there yet.
+def compile_for(
+    model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: torch.dtype = torch.bfloat16, expert_map: bool = False
+) -> int:
+    """Compile into the cache folder what `prepare` would compile on a machine with `gpu`, for calls without an
+    `expert_map` and, if asked, with one; the 4-bit layers of `model` are on meta. Returns how many kernels were not
+    there yet.
 
     This library, Triton and CuTe DSL need the same versions on both machines: they are part of a kernel's key.
     """
@@ -83,7 +88,8 @@ def compile_for(model: nn.Module, gpu: Gpu, top_k: int | None = None, dtype: tor
             problem, _ = module._problem(dtype, module._hooks().fused)
             backend = explain(problem, device, forced).backend
             module._prepare_for(Selected(backend.name, backend.layout))
-            calls.append((backend, Call.of(module.weights, dtype, top_k, problem.fused)))
+            for mapped in {False, expert_map}:
+                calls.append((backend, Call.of(module.weights, dtype, top_k, problem.fused, expert_map=mapped)))
         elif isinstance(module, NVFP4Linear):
             problem, _ = module._problem(dtype)
             backend = explain(problem, device, forced).backend

@@ -173,7 +173,8 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         beside = self.device if layer.nvfp4.on_cpu and self.device.type != "cpu" else None
         ranks = {a.shape[1] for pairs in self.adapters for a, _ in pairs}
         for adapters in [(rank, 0) for rank in ranks] or [None]:
-            prepare(loader.experts, self.moe.experts_per_token, self.moe.in_dtype, beside, adapters)
+            top_k, expert_map = self.moe.experts_per_token, layer.expert_map is not None
+            prepare(loader.experts, top_k, self.moe.in_dtype, beside, adapters, expert_map)
         if again:
             refresh(layer.nvfp4, loader.experts, layer.layer_name)
         else:
@@ -205,13 +206,12 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
         """x [T, H] -> [T, H], this rank's experts or channels only; vLLM's runner adds ranks and shared experts."""
-        if layer.expert_map is not None:  # -1 for experts of other ranks: their slots are skipped
-            topk_ids = layer.expert_map[topk_ids]
         if layer.apply_router_weight_on_input:
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+        expert_map = layer.expert_map  # -1 for experts of other ranks: their slots are skipped
         if self.lora is not None:
-            return self.lora.routed(x, topk_ids, topk_weights)
-        return layer.nvfp4(x, topk_ids, topk_weights, self.adapters)
+            return self.lora.routed(x, topk_ids if expert_map is None else expert_map[topk_ids], topk_weights)
+        return layer.nvfp4(x, topk_ids, topk_weights, self.adapters, expert_map=expert_map)
 
 
 @register_weight_loader_v2_supported_method

@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> None:
     for multiprocessors in [args.multiprocessors] if args.multiprocessors else arch.multiprocessors:
         gpu = Gpu(arch.capability, multiprocessors)
         for dtype, layers, linears in found:
-            count += sum(compile_for(layer, gpu, top_k, dtype) for layer, top_k in layers)
+            mapped = args.expert_parallel > 1
+            count += sum(compile_for(layer, gpu, top_k, dtype, mapped) for layer, top_k in layers)
             count += compile_for(linears, gpu, dtype=dtype)
     note(f"{args.model} on {args.arch}: {count} kernels compiled, in {cache_folder()}; all others were there already")
 

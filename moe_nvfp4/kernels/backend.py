@@ -120,6 +120,7 @@ class Backend:
                  checkpoint's
     sorts        up to how many assignments `group` sorts by a kernel of its own
     adds         up to how many groups `add_low_rank` has a kernel for, for rows in 16 bits; 0: none
+    maps         whether the kernels of `experts` read an expert_map
     """
 
     name: ClassVar[str]
@@ -128,6 +129,7 @@ class Backend:
     layout: ClassVar[str | None] = None
     sorts: ClassVar[int] = 0
     adds: ClassVar[int] = 0
+    maps: ClassVar[bool] = False
 
     def unavailable(self, device: Device) -> str | None:
         """None if it runs on `device`, else the reason: a clause that follows its name and ends with the way out."""
@@ -144,9 +146,17 @@ class Backend:
 
     # The arguments have been checked (`moe_nvfp4.checks`). Tensors may be strided.
 
-    def experts(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
-        """A fused layer: x [T, H], ids and router weights [T, top_k] -> [T, H] in x's dtype."""
-        return self.functions.experts(x, top_k_index, top_k_weights, weights)
+    def experts(
+        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights,
+        expert_map: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """A fused layer: x [T, H], ids and router weights [T, top_k] -> [T, H] in x's dtype. expert_map: int32 [G],
+        where ids are of G experts: the number of each in `weights`, or -1."""
+        if expert_map is None:
+            return self.functions.experts(x, top_k_index, top_k_weights, weights)
+        if self.maps:
+            return self.functions.experts(x, top_k_index, top_k_weights, weights, expert_map)
+        return self.functions.experts(x, expert_map[top_k_index], top_k_weights, weights)
 
     def quantize_rows(
         self, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups, four_over_six: bool = False

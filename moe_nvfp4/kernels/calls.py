@@ -33,6 +33,7 @@ class Call(NamedTuple):
     fused          as in `Problem`
     tokens         how many, with int64 ids and fp32 router weights; None: any number, with all dtypes of these
     adapters       (rank, how many of which a token has one, 0: all tokens have the same): experts with `stages.Adapter`
+    expert_map     whether a fused layer gets one
     """
 
     weights: tuple[Kind, ...]
@@ -42,6 +43,7 @@ class Call(NamedTuple):
     fused: bool
     tokens: int | None = None
     adapters: tuple[int, int] | None = None
+    expert_map: bool = False
 
     @property
     def ids(self) -> tuple[torch.dtype, ...]:
@@ -60,9 +62,9 @@ class Call(NamedTuple):
     @staticmethod
     def of(
         weights: ExpertWeights | LinearWeights, dtype: torch.dtype, top_k: int = 0, fused: bool = True,
-        tokens: int | None = None, adapters: tuple[int, int] | None = None,
+        tokens: int | None = None, adapters: tuple[int, int] | None = None, expert_map: bool = False,
     ) -> Call:  # fmt: skip
-        return Call(_kinds(weights.tensors()), weights.spec(""), dtype, top_k, fused, tokens, adapters)
+        return Call(_kinds(weights.tensors()), weights.spec(""), dtype, top_k, fused, tokens, adapters, expert_map)
 
 
 def _kinds(tensors: Iterable[Tensor | None]) -> tuple[Kind, ...]:
@@ -112,9 +114,10 @@ def kernels_of(backend: Backend, call: Call, gpu: Gpu) -> dict[Build, None]:
 
 
 def _experts(backend: Backend, call: Call, w: ExpertWeights) -> None:
+    expert_map = _empty((w.num_experts,), torch.int32) if call.expert_map else None
     for ids, router, T in product(call.ids, call.router, call.counts(call.top_k)):
-        shape = T, call.top_k
-        backend.experts(_empty((T, w.hidden_size), call.dtype), _empty(shape, ids), _empty(shape, router), w)
+        x, shape = _empty((T, w.hidden_size), call.dtype), (T, call.top_k)
+        backend.experts(x, _empty(shape, ids), _empty(shape, router), w, expert_map)
 
 
 def _stages(backend: Backend, call: Call, w: ExpertWeights) -> None:

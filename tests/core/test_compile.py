@@ -24,7 +24,7 @@ def compiled(monkeypatch):
     """Records what would be compiled: (gpu, top_k, experts or linears, dtype)."""
     calls = []
 
-    def compile_for(model, gpu, top_k=None, dtype=torch.bfloat16):
+    def compile_for(model, gpu, top_k=None, dtype=torch.bfloat16, expert_map=False):
         calls.append((gpu, top_k, model, dtype))
         return 0
 

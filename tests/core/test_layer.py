@@ -288,6 +288,28 @@ def test_sentinels_duplicates_and_zero_weights(device):
     assert torch.equal(zero, one)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T", [1, 40, 700])
+def test_expert_map(T, dtype, device):
+    """Ids of seven experts, four of which are here: as four experts whose slots are -1 elsewhere."""
+    expert_map = torch.tensor([-1, 2, 0, -1, 3, 1, -1], dtype=torch.int32)
+    layer = make()
+    x, ids, p = batch(T, 7, 3, 64)
+    here, x = expert_map[ids], x.to(dtype)
+    y = layer(x, ids, p, expert_map=expert_map)
+    assert torch.equal(y, layer(x, here, p)) and y.any()
+    assert (
+        relative_error(y, naive_moe(x, here.long(), p, layer.weights))
+        < THRESHOLDS["fp32" if dtype == torch.float32 else "half"]
+    )
+    for asked in (x.clone().requires_grad_(), x):  # beside autograd and with a gate of the model's
+        assert torch.equal(layer(asked, ids, p, expert_map=expert_map), y)
+        layer.post_expert_norm = torch.nn.Identity()
+        y = layer(asked, here, p)
+    with pytest.raises(TypeError, match="expert_map is torch.int64, expected int32"):
+        layer(x, ids, p, expert_map=expert_map.long())
+
+
 def test_same_bits_twice_and_in_any_batch():
     """The combine's order is fixed, and a token's result does not depend on its neighbours' order."""
     layer = make(activations="nvfp4")

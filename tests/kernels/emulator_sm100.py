@@ -20,7 +20,7 @@ from tests.emulator.stream import Stream
 
 RUNS = {}  # config of a kernel -> its emulated form
 OUTPUTS = {
-    RouteConfig: (1, 2, 3, 4, 5),
+    RouteConfig: (2, 3, 4, 5, 6),
     QuantizeConfig: (4, 5, 6),
     InterleaveConfig: (2,),
     SumConfig: (1,),

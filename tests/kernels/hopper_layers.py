@@ -29,7 +29,7 @@ GELU = Gate("gelu_tanh")
 def outputs_of(kernel, values):
     """The arguments that a launch writes."""
     name = type(kernel).__name__
-    places = {"Route": (1, 2, 3, 4, 5, 8, 9), "Gather": (2,), "Combine": (4,), "SumParts": (1,), "Quantize": (2, 3)}
+    places = {"Route": (2, 3, 4, 5, 6, 9, 10), "Gather": (2,), "Combine": (4,), "SumParts": (1,), "Quantize": (2, 3)}
     if name == "GroupedGemm":
         places = {name: ((4,) if kernel.config.gate else ()) + ((7,) if kernel.config.down else ())}
     return [values[i] for i in places[name] if values[i] is not None]

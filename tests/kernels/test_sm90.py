@@ -235,6 +235,11 @@ def test_rows_of_many_tokens(emulator, static, four_over_six):
 def same_rows(ids, K, static, dtype, four_over_six):
     x, scale = hard_rows(len(ids), K).to(dtype), None if static is None else torch.tensor(static)
     groups, index, _, rows = sm90.route(ids, 5, 1, x, scale, four_over_six)
+    expert_map = torch.tensor([3, 1, -1, 0, 4, 2], dtype=torch.int32)
+    outside = torch.tensor([3, 1, 5, 0, 4, -1, -1])[ids]  # of six experts
+    again = sm90.route(outside, 5, 1, x, scale, four_over_six, expert_map)[-1]
+    for mapped, plain in zip(again.tensors(), rows.tensors(), strict=True):
+        assert mapped is plain is None or torch.equal(mapped.nan_to_num(-1), plain.nan_to_num(-1))
     token, of_slots = groups.order // 2, static is SCALES or static is ONE and ids.numel() <= 512
     assert torch.equal(index, groups.order if of_slots else token) and torch.equal(rows.index, index)
     exact, exact_scale = reference_rows(x, token, scale, groups, four_over_six)
@@ -406,6 +411,11 @@ def test_routing(emulator, T, top_k, E, dtype):
     assert torch.equal(groups.offsets, want.offsets) and not zeros.any()
     assert torch.equal(groups.order, want.order) and torch.equal(token, want.token)
     assert torch.equal(groups.position[want.order.long()], torch.arange(T * top_k, dtype=torch.int32))
+    expert_map = torch.cat([torch.randperm(E), torch.tensor([-1, E, -1])])[torch.randperm(E + 3)].int()
+    outside = torch.randint(-1, E + 3, (T, top_k)).to(dtype)  # ids of E + 3 experts, and -1
+    inside = torch.where(outside < 0, -1, expert_map[outside])
+    mapped, want_mapped = sm90.route(outside, E, expert_map=expert_map)[0], group_by_expert(inside, E)
+    assert torch.equal(mapped.offsets, want_mapped.offsets) and torch.equal(mapped.order, want_mapped.order)
     for H in (48, 2064):
         x = torch.randn(T, H).bfloat16()
         settle(x.device)  # in a layer the routing kernel runs in between
@@ -416,6 +426,9 @@ def test_an_illegal_id_stops(emulator):
     for ids in ([[0], [4]], [[-2], [0]]):
         with pytest.raises(EmulatorError, match="vprintf"):
             sm90.route(torch.tensor(ids), 3)
+    for ids, number in (([[0], [3]], 0), ([[2], [0]], 4), ([[2], [0]], -2)):
+        with pytest.raises(EmulatorError, match="vprintf"):
+            sm90.route(torch.tensor(ids), 3, expert_map=torch.tensor([0, 1, number], dtype=torch.int32))
 
 
 def test_what_a_wheel_compiles_for_linears_is_what_models_need():

@@ -25,18 +25,36 @@ def route_shape(R: int) -> tuple[int, int, int]:
 
 
 @cute.jit
-def _bins(mIds: cute.Tensor, first: Int32, stride: cutlass.Constexpr, each: cutlass.Constexpr, E: Int32):
+def local_id(id: Int32, mMap: cute.Tensor | None):
+    """The number of an expert here, if a map tells it; -1 stays."""
+    if const_expr(mMap is not None):
+        if id >= 0 and id < mMap.shape[0]:
+            id = mMap[id]
+    return id
+
+
+@cute.jit
+def _bins(
+    mIds: cute.Tensor, mMap: cute.Tensor | None, first: Int32, stride: cutlass.Constexpr, each: cutlass.Constexpr,
+    E: Int32,
+):  # fmt: skip
     """The bins of assignments first, first + stride, ...: the expert, E if unrouted (id -1 or E), E + 1 beyond the end.
 
     Traps on other ids.
     """
-    ids = [E + 1] * each
+    ids, most = [E + 1] * each, E if const_expr(mMap is None) else mMap.shape[0] - 1
     for i in cutlass.range_constexpr(each):  # all loads first
         at = first + i * stride
         if at < mIds.shape[0]:
             ids[i] = Int32(mIds[at])
-            if mIds[at] < -1 or mIds[at] > E:
+            if mIds[at] < -1 or mIds[at] > most:
                 ids[i] = Int32(-3)
+    if const_expr(mMap is not None):
+        for i in cutlass.range_constexpr(each):
+            if first + i * stride < mIds.shape[0]:
+                ids[i] = local_id(ids[i], mMap)
+                if ids[i] < -1 or ids[i] > E:
+                    ids[i] = Int32(-3)
     wrong = ids[0] == -3
     for i in cutlass.range_constexpr(1, each):
         wrong = wrong or ids[i] == -3
@@ -119,7 +137,7 @@ class Route:
 
     @cute.jit
     def __call__(
-        self, mIds, mOrder, mPosition, mToken, mOffsets, mSync, mX, mScale, mRows, mRowScale,
+        self, mIds, mMap, mOrder, mPosition, mToken, mOffsets, mSync, mX, mScale, mRows, mRowScale,
         E: Int32, top_k: Int32, stream,
     ):  # fmt: skip
         ctas = Int32(self.ctas)
@@ -127,7 +145,7 @@ class Route:
             each = self.warps // self.quantize.warps  # rows per CTA
             ctas += (mRows.shape[0] + each * self.ctas - 1) // (each * self.ctas) * self.ctas  # whole clusters
         groups = Routed(mIds, mOrder, mPosition, mToken, mOffsets, mSync)
-        self.kernel(groups, mX, mScale, mRows, mRowScale, E, top_k).launch(
+        self.kernel(groups, mMap, mX, mScale, mRows, mRowScale, E, top_k).launch(
             grid=[ctas, 1, 1],
             block=[self.warps * 32, 1, 1],
             cluster=[self.ctas, 1, 1] if const_expr(self.ctas > 1) else None,
@@ -140,6 +158,7 @@ class Route:
     def kernel(
         self,
         groups: Routed,
+        mMap: cute.Tensor | None,  # int32: of each id, the number of the expert here, or -1
         mX: cute.Tensor | None,  # [T, K]; this and the next three as in `sm90.quantize.Quantize`
         mScale: cute.Tensor | None,
         mRows: cute.Tensor | None,
@@ -149,14 +168,15 @@ class Route:
     ):
         cta, _, _ = cute.arch.block_idx()
         if const_expr(self.quantize is None):
-            self.group(cta, groups, E, top_k)
+            self.group(cta, groups, mMap, E, top_k)
         else:
             slots = self.slots(mScale, top_k)
             if cta < self.ctas:
-                self.group(cta, groups, E, slots)
+                self.group(cta, groups, mMap, E, slots)
             else:
                 each = top_k // slots
-                self.quantize.rows(cta - self.ctas, self.warps, mX, groups.mIds, mScale, mRows, mRowScale, each)
+                ids = groups.mIds, mMap
+                self.quantize.rows(cta - self.ctas, self.warps, mX, ids, mScale, mRows, mRowScale, each)
 
     def slots(self, mScale: cute.Tensor | None, top_k: Int32) -> Int32:
         """How many slots of a token read the same row of x: one, if its rows have the static scales of experts, unless
@@ -168,7 +188,7 @@ class Route:
         return cutlass.select_(all_equal(mScale), top_k, Int32(1))
 
     @cute.jit
-    def group(self, cta: Int32, groups: Routed, E: Int32, slots: Int32):
+    def group(self, cta: Int32, groups: Routed, mMap: cute.Tensor | None, E: Int32, slots: Int32):
         """The work of one of the CTAs that sort; `slots` of a token read the same row of x."""
         mIds, mOrder, mPosition, mToken, mOffsets, mSync = groups
         threads, each = self.warps * 32, self.each
@@ -188,7 +208,7 @@ class Route:
         cute.arch.griddepcontrol_launch_dependents()
 
         first = cta * chunk + warp * each * 32 + lane  # a warp has 32 * each consecutive assignments
-        bin = _bins(mIds, first, 32, each, E)
+        bin = _bins(mIds, mMap, first, 32, each, E)
         for i in cutlass.range(cta * threads + tid, mSync.shape[0], self.ctas * threads, unroll=1):
             mSync[i] = Int32(0)
         cute.arch.sync_threads()

@@ -132,7 +132,7 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Groups, Tensor]:
     parts = ids.new_empty(sum(sizes), dtype=torch.int32).split_with_sizes(sizes)
     order, position, token, offsets, _ = parts
     config = RouteConfig(str(ids.dtype).removeprefix("torch."), *route_shape(planned_tokens(T, top_k) * top_k))
-    launch(config, (ids, order, position, token, offsets, parts[-1], None, None, None, None, E, top_k))
+    launch(config, (ids, None, order, position, token, offsets, parts[-1], None, None, None, None, E, top_k))
     return Groups(order, offsets, top_k, position), token
 
 
@@ -392,6 +392,7 @@ def kernel_of(config: Config) -> tuple[Any, tuple]:
         ids = tensor({"int32": Int32, "int64": cutlass.Int64}[config.ids], R, align=8 if config.ids == "int64" else 4)
         return Route(config.ctas, config.warps, config.each), (
             ids,
+            None,
             *(tensor(Int32, n, align=4) for n in (R, R, R, others, 1)),
             *[None] * 4,
             Int32(1),

@@ -15,6 +15,7 @@ GPUS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 
 class Ampere(Hopper):
     name = "sm80"
+    maps = False
     packages = ("cutlass", "triton")
     layout = "sm90"
 

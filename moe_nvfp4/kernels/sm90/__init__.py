@@ -17,6 +17,7 @@ class Hopper(BesidePortable):
     name = "sm90"
     packages = ("cutlass",)
     layout = "sm90"
+    maps = True
 
     def unavailable(self, device: Device) -> str | None:
         return other_gpu(device, ((9, 0),), "H100, H200") or not_installed(

@@ -45,8 +45,11 @@ ARCHITECTURE = "sm_90a"
 # ---- the layer -----------------------------------------------------------------------------------
 
 
-def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
-    """The whole layer: x bf16 [T, H], ids and weights [T, top_k] -> bf16 [T, H]."""
+def experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, expert_map: Tensor | None = None
+) -> Tensor:
+    """The whole layer: x bf16 [T, H], ids and weights [T, top_k] -> bf16 [T, H]. expert_map: int32, of each id the
+    number of the expert here, or -1."""
     w = packed(weights, "Hopper")
     (T, top_k), E = top_k_index.shape, w.num_experts
     out = torch.empty(T, w.hidden_size, dtype=x.dtype, device=x.device)
@@ -55,12 +58,13 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     most = max(1, MAX_ROWS // top_k)  # bounds the memory between the kernels; so large a call is bound by arithmetic
     if T > most:
         parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
-        return torch.cat([experts(a, ids, p, w) for a, ids, p in zip(*parts, strict=True)], out=out)
+        return torch.cat([experts(a, ids, p, w, expert_map) for a, ids, p in zip(*parts, strict=True)], out=out)
     plan = choose_plan(w, planned_tokens(T, top_k), top_k, multiprocessors(x.device))
     nvfp4 = plan.config.row_scale
     zeros = 1 + token_tiles(T * top_k, E, plan.tile) + (T * top_k if plan.config.tracks_amax else 0)
     x, top_k_weights = aligned(x), floating(top_k_weights).contiguous()
-    groups, token, sync, rows = route(top_k_index, E, zeros, *((x, w.x_scale, w.four_over_six) if nvfp4 else ()))
+    quantized, scale = (x, w.x_scale) if nvfp4 else (None, None)
+    groups, token, sync, rows = route(top_k_index, E, zeros, quantized, scale, w.four_over_six, expert_map)
     rows = rows or Rows(x, index=token)
     if not plan.config.gathered:
         rows = gather(rows, groups, early=not nvfp4, indexed=w.x_scale is not None and nvfp4)
@@ -196,12 +200,13 @@ def route(
     x: Tensor | None = None,
     scale: Tensor | None = None,
     four_over_six: bool = False,
+    expert_map: Tensor | None = None,
 ) -> tuple[Groups, Tensor, Tensor, Rows | None]:
     """(groups as of `routing.group_by_expert`, the token of each row, `sync` zeros for the GEMMs, NVFP4 rows of x).
 
     If x [T, K] is given, its rows are bf16 code * sf [T, K] with fp32 scales [T]. With a static `scale` fp32 [E], each
     assignment has a row, and its number stands in place of the token, unless `Route.slots` lets a token's share one.
-    Values and scales are those of `reference.quantize_rows`.
+    Values and scales are those of `reference.quantize_rows`. expert_map: as in `experts`.
 
     An id outside the legal range prints the rule and traps, and the next synchronization raises.
     """
@@ -222,16 +227,22 @@ def route(
         values, row_scale = x.new_empty(n, K, dtype=torch.bfloat16), x.new_empty(n, dtype=torch.float32)
         rows = Rows(values, None, row_scale, token)
     outputs = (None, None) if rows is None else (rows.values, rows.scale)
-    _route(ids.dtype, *shape, *quantize)(ids, order, position, token, offsets, zeros, x, scale, *outputs, E, top_k)
+    expert_map = None if expert_map is None else expert_map.contiguous()
+    _route(ids.dtype, expert_map is not None, *shape, *quantize)(
+        ids, expert_map, order, position, token, offsets, zeros, x, scale, *outputs, E, top_k
+    )
     return groups, token, zeros, rows
 
 
 @CuteKernels
-def _route(ids: torch.dtype, ctas: int, warps: int, each: int, x: torch.dtype | None = None, *quantize: Any) -> Any:
+def _route(
+    ids: torch.dtype, mapped: bool, ctas: int, warps: int, each: int, x: torch.dtype | None = None, *quantize: Any
+) -> Any:
     r, v = launch.rows, launch.vector
-    arguments = [v(launch.DTYPES[ids]), *[v(Int32) for _ in range(5)], None, None, None, None, Int32(1), Int32(1)]
+    read = v(launch.DTYPES[ids]), v(Int32) if mapped else None
+    arguments = [*read, *[v(Int32) for _ in range(5)], None, None, None, None, Int32(1), Int32(1)]
     if x is not None:
-        arguments[6:10] = r(launch.DTYPES[x], 16), v(Float32) if quantize[0] else None, r(BFloat16, 16), v(Float32)
+        arguments[7:11] = r(launch.DTYPES[x], 16), v(Float32) if quantize[0] else None, r(BFloat16, 16), v(Float32)
     route = Route(ctas, warps, each, Quantize(*quantize) if x is not None else None)
     return route, tuple(arguments), ARCHITECTURE
 

@@ -14,6 +14,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from moe_nvfp4.format import sf_max
 from moe_nvfp4.kernels.common import arithmetic
+from moe_nvfp4.kernels.common.route import local_id
 from moe_nvfp4.kernels.common.warp import largest_of_lanes
 from moe_nvfp4.kernels.sm90 import ptx
 from moe_nvfp4.kernels.sm90.rows import load_eight, store_eight
@@ -102,18 +103,18 @@ class Quantize:
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mScale: cute.Tensor | None, mRows: cute.Tensor, mRowScale: cute.Tensor):
         cta, _, _ = cute.arch.block_idx()
-        self.rows(cta, self.THREADS // 32, mX, None, mScale, mRows, mRowScale, Int32(1))
+        self.rows(cta, self.THREADS // 32, mX, (None, None), mScale, mRows, mRowScale, Int32(1))
 
     @cute.jit
-    def rows(self, cta: Int32, warps: cutlass.Constexpr, mX, mIds, mScale, mRows, mRowScale, slots: Int32):
+    def rows(self, cta: Int32, warps: cutlass.Constexpr, mX, ids: tuple, mScale, mRows, mRowScale, slots: Int32):
         """The work of CTA `cta` of `warps` warps: mX bf16 or fp32 [T, K] -> mRows bf16 [T * slots, K] and mRowScale
         fp32 [T * slots], with room for more; `slots` is 1 unless `static`, where mScale is fp32 [E] and row r is for
-        expert mIds[r]. Without mIds all rows are the first expert's."""
+        expert mIds[r], or mMap[mIds[r]]; `ids` are these two. Without mIds all rows are the first expert's."""
         tid, _, _ = cute.arch.thread_idx()
         number, rows = cta * (warps // self.warps) + tid // (32 * self.warps), mX.shape[0] * slots
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        tensors = mX, mIds, mScale, mRows, mRowScale
+        tensors = mX, ids, mScale, mRows, mRowScale
         if const_expr(self.static):
             if number < rows:
                 self.row(number, True, warps, tensors, slots)
@@ -123,7 +124,7 @@ class Quantize:
     @cute.jit
     def row(self, row: Int32, live: Boolean, warps: cutlass.Constexpr, tensors: tuple, slots: Int32):
         """Quantize a row, and store it if `live`."""
-        mX, mIds, mScale, mRows, mRowScale = tensors
+        mX, (mIds, mMap), mScale, mRows, mRowScale = tensors
         tid, _, _ = cute.arch.thread_idx()
         lane, lanes = tid % (32 * self.warps), 32 * self.warps
         loaded = [cute.make_rmem_tensor(8, mX.element_type) for _ in range(self.each)]
@@ -131,7 +132,7 @@ class Quantize:
         for i in cutlass.range_constexpr(self.each):
             load_eight(mX, source, (lane + i * lanes) * 8, loaded[i])
         if const_expr(self.static):
-            e = Int32(mIds[row]) if const_expr(mIds is not None) else Int32(0)
+            e = local_id(Int32(mIds[row]), mMap) if const_expr(mIds is not None) else Int32(0)
             here = e >= 0 and e < mScale.shape[0]  # unrouted rows are quantized too, with some expert's scale
             scale = mScale[cutlass.select_(here, e, Int32(0))]
         else:
