@@ -268,6 +268,28 @@ def complete_router() -> None:
     cpu_router.CPURouter._compute_routing = _compute_routing
 
 
+def complete_rope() -> None:
+    """Have vLLM's rotary embedding for CPUs (0.32) turn a query [T, heads, size] as it turns one [T, heads * size]. Its
+    kernel turns other numbers, which is seen in latent attention without YaRN (GLM-4.7-Flash)."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    before = RotaryEmbedding.forward_cpu
+    if hasattr(before, "complete"):
+        return
+
+    def forward_cpu(self, positions, query, key=None):
+        if query.dim() < 3:
+            return before(self, positions, query, key)
+        found = self.forward_native(positions, query, key)
+        for given, turned in zip((query, key), found, strict=True):  # in place, as the kernel
+            if given is not None:
+                given.copy_(turned)
+        return query, key
+
+    forward_cpu.complete = True  # type: ignore[attr-defined]
+    RotaryEmbedding.forward_cpu = forward_cpu
+
+
 def chosen_by_request() -> bool:
     """Whether requests choose adapters of experts."""
     lora = get_current_vllm_config().lora_config

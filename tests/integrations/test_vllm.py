@@ -222,6 +222,50 @@ def test_the_router_of_cpus(scores):
             assert torch.allclose(w.double(), want, rtol=1e-5)
 
 
+def test_latent_attention(tmp_path):
+    """A DeepSeek-V3 without YaRN, of which vLLM's CPU kernel (0.32) turns other numbers of the query."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    def deepseek():
+        sizes = {k: v for k, v in SMALL.items() if k not in ("head_dim", "num_key_value_heads")}
+        return DeepseekV3ForCausalLM(DeepseekV3Config(
+            **sizes | dict(hidden_size=128), num_key_value_heads=SMALL["num_attention_heads"], q_lora_rank=32,
+            kv_lora_rank=512, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, intermediate_size=96,
+            moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, n_group=2,
+            topk_group=1, first_k_dense_replace=1, topk_method="noaux_tc", scoring_func="sigmoid"))  # fmt: skip
+
+    convert_checkpoint(folder(tmp_path, deepseek), tmp_path / "nvfp4", progress=False)
+    same(generate(tmp_path / "nvfp4"), by_transformers(tmp_path / "nvfp4"))
+
+
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_the_rope_of_cpus(neighbours):
+    """Queries of all forms, in place, in float64, written out."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    engine.complete_rope()
+    T, heads, size, at = 5, 3, 64, torch.arange(5) + 2
+    with set_current_vllm_config(VllmConfig()):
+        rope = RotaryEmbedding(size, size, 32, 1e4, not neighbours, torch.float32)
+    angle = at[:, None].double() / 1e4 ** (torch.arange(0, size, 2).double() / size)
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    query, key = torch.randn(T, heads, size), torch.randn(T, 1, size)
+
+    def turned(v):
+        parts = (v[..., ::2], v[..., 1::2]) if neighbours else v.chunk(2, -1)
+        z = torch.complex(*(part.double() for part in parts)) * turn
+        return torch.stack([z.real, z.imag], -1 if neighbours else -2).flatten(-2)
+
+    forms = {"heads apart": lambda v: v.clone(), "together": lambda v: v.flatten(1).clone(),
+             "a part": lambda v: torch.cat([v, v], -1)[..., size:]}  # fmt: skip
+    for form in forms.values():
+        q, k = form(query), form(key)
+        for given, found, v in zip((q, k), rope.forward_cpu(at, q, k), (query, key), strict=True):
+            assert found.shape == given.shape and torch.equal(found, given)
+            assert torch.allclose(found.double().view(v.shape), turned(v), rtol=0, atol=1e-5)
+
+
 def test_other_formats_become_nvfp4_while_they_load(tmp_path):
     """gpt-oss in MXFP4, whose experts vLLM's model does not pass on, and Qwen3 in FP8: as the folders that quantize
     writes. vLLM's own loader would pass on other tensors."""
