@@ -135,9 +135,9 @@ def engine(name: str, gpu: bool, args: argparse.Namespace, more: dict[str, Any] 
 def spread_random_weights() -> None:
     """Replace vLLM's random weights, which leave 4-bit codes uninitialized: activations must be finite, and tokens must
     reach all experts."""
-    from vllm.model_executor.model_loader import dummy_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    def fill(model: torch.nn.Module, *_: object, **__: object) -> None:
+    def fill(loader: object, model: torch.nn.Module, model_config: object) -> None:
         for name, p in model.named_parameters():
             if "scale" in name and p.dtype == torch.float32:
                 p.data.fill_(1 / 256)
@@ -146,7 +146,7 @@ def spread_random_weights() -> None:
             else:
                 p.data.fill_(1) if p.dim() == 1 else p.data.normal_(0, 0.02)
 
-    dummy_loader.initialize_dummy_weights = fill
+    DummyModelLoader.load_weights = fill
 
 
 def seconds(llm: Any, batch: int, prompt: int, new: int, adapters: Sequence[Path] = ()) -> float:
