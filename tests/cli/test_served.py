@@ -18,6 +18,7 @@ from transformers.utils.import_utils import is_serve_available
 
 import moe_nvfp4.integrations.huggingface  # noqa: F401  (reads NVFP4 folders)
 from moe_nvfp4 import demo
+from moe_nvfp4.integrations.endpoint import _check_words, _next_tokens
 from moe_nvfp4.integrations.huggingface.misread import _apart
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
@@ -340,6 +341,33 @@ def test_what_cannot_be_asked_is_an_error(separate, folder, monkeypatch, capsys)
     assert "no server answers at" in error("--server", url, separate)
     assert "begins with http://" in error("--server", "localhost:8000", separate)
     assert "--model and --tokens would have no effect" in error("--model", "tiny", "--tokens", "32", separate)
+
+
+class Texts(list):
+    """A tokenizer whose tokens have these texts."""
+
+    def batch_decode(self, tokens):
+        return [self[i] for (i,) in tokens]
+
+
+def test_a_text_that_two_tokens_have_says_nothing_of_either():
+    class Server:
+        def post(self, path, **body):
+            return {"choices": [{"logprobs": {"top_logprobs": [{"a": -1.0, "b": -2.0}]}}]}
+
+    (found,) = _next_tokens(Server(), Texts(["a", "b", "a"]), [torch.zeros(8, dtype=torch.int64)])
+    known = ~found.logprobs.isnan()
+    assert found.tokens[known].tolist() == [1] and found.logprobs[known].tolist() == [-2.0]
+
+
+def test_texts_of_another_vocabulary():
+    """Up to a tenth may differ (spaces do not count), and parts of letters are written in several ways."""
+    tokenizer = Texts([*"abcdefghij", *["\ufffd"] * 20])
+    check = lambda *changed: _check_words([*changed, *tokenizer[len(changed) :]], torch.arange(30), tokenizer)
+    check(" a", "x")
+    _check_words([*"abcdefghij", *["\\xe4"] * 20], torch.arange(30), tokenizer)
+    with pytest.raises(ValueError, match="vocabulary has 'y' where this folder's has 'a'"):
+        check("y", "x")
 
 
 def test_a_misreading_is_computed_until_it_is_ruled_out():

@@ -197,8 +197,8 @@ def test_a_compiled_call_chooses_by_the_problem(gpu):
         assert compiled(torch.zeros(1), problem()) == len("reference")
 
 
-def test_choices_follow_the_module(gpu):
-    """When its dtype, its activations or its device change."""
+def test_choices_follow_the_module_and_the_variable(gpu, monkeypatch):
+    """When its dtype, its activations or its device change, and when MOE_NVFP4_BACKEND does."""
 
     class Half(Nothing):
         name = "half"
@@ -214,6 +214,10 @@ def test_choices_follow_the_module(gpu):
         warnings.simplefilter("ignore")
         assert call(x.bfloat16()).unique().tolist() == [7.0] and "backend='half'" in repr(experts)
         assert relative_error(call(x), want := call(x)) == 0 and len(want.unique()) > 7
+        monkeypatch.setenv("MOE_NVFP4_BACKEND", "reference")
+        assert relative_error(call(x.bfloat16()), want) < 0.05
+        monkeypatch.delenv("MOE_NVFP4_BACKEND")
+        assert call(x.bfloat16()).unique().tolist() == [7.0]
         experts.post_expert_norm = torch.nn.Identity()
         assert not experts.backend().unsupported(Device("cpu"), problem())
         experts.activations = "nvfp4"
@@ -265,6 +269,23 @@ def test_report(monkeypatch):
     assert sorted(name for row in cpu for name in row.runs) == [
         "experts W4A16", "experts W4A4", "linears W4A16", "linears W4A4"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("at_once", [1, 1000, 1 << 26])  # one expert at a time, two, all
+def test_merged_codes_in_pieces(at_once, monkeypatch):
+    """The nearest of all 16 values, in float64, for each weight of each expert."""
+    monkeypatch.setattr(backends, "_AT_ONCE", at_once)
+    E, N, K, columns, r = 5, 15, 32, 28, 3  # 480 weights each; the last columns are padding
+    codes = torch.randint(256, (E, N, K // 2), dtype=torch.uint8)
+    sf = (torch.rand(E, N, K // 16) * 4 + 1).to(torch.float8_e4m3fn)
+    scale, a, b = torch.rand(E, N) + 0.5, torch.randn(E, r, columns), torch.randn(E, N, r) * 3
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    worth = lambda codes: values[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+    step = sf.double().repeat_interleave(16, -1) * scale.double()[..., None]
+    merged = worth(codes) * step
+    merged[..., :columns] += b.double() @ a.double()
+    nearest = values[(merged[..., None] - values * step[..., None]).abs().argmin(-1)]
+    assert torch.equal(worth(backends.merged_codes(codes, sf, scale, a, b)), nearest)
 
 
 # ---- what travels through an op ------------------------------------------------------------------

@@ -134,9 +134,8 @@ SAME = lambda files: None  # noqa: E731
 @pytest.mark.parametrize(
     ("change", "said", "text"),
     [
-        (SAME, {"use_dora": True}, "'use_dora': True.*plain LoRA only.*transformers"),
-        (SAME, {"rank_pattern": {"x": 2}}, "rank_pattern"),
         (SAME, {"peft_type": "IA3"}, "peft_type IA3"),
+        (SAME, {"nvfp4_mergeable": True}, "trained to be merged"),
         (lambda files: files.pop(A), {}, "no counterpart lora_A"),
         (
             lambda files: files.update({A: files[A][:-1].clone()}),
@@ -149,6 +148,16 @@ SAME = lambda files: None  # noqa: E731
 def test_what_it_cannot_be_is_named(model, tmp_path, change, said, text):
     with pytest.raises((ValueError, NotImplementedError), match=text):
         whole(ExpertsAdapter(changed(model, tmp_path / "changed", change, **said)))
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("use_dora", True), ("lora_bias", True), ("bias", "all"), ("rank_pattern", {"down_proj": 2}),
+    ("alpha_pattern", {"down_proj": 2}), ("modules_to_save", ["lm_head"]), ("layer_replication", [[0, 2], [1, 2]]),
+    ("alora_invocation_tokens", [1, 2]), ("trainable_token_indices", [5]),
+])  # fmt: skip
+def test_what_changes_more_than_the_two_factors_is_refused(model, tmp_path, key, value):
+    with pytest.raises(NotImplementedError, match=f"{key}.*plain LoRA only"):
+        ExpertsAdapter(changed(model, tmp_path / "changed", SAME, **{key: value}))
 
 
 def test_other_adapters_are_named(model, tmp_path):
