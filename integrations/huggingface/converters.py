@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
-from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout
 from moe_nvfp4.integrations.huggingface.linears import copy_of
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, check_sharding, splits_matrices
 from moe_nvfp4.linear import NVFP4Linear
@@ -215,7 +215,7 @@ class Conversions:
     importance     for the recipe "weighted"
     layout         how 4-bit files that are loaded keep experts
     prefix         of the names in the model's body
-    fp8            dense modules whose experts are FP8 in the files (PackedConverter)
+    singles        modules that become dense from experts one by one (PackedConverter)
     """
 
     def __init__(
@@ -227,9 +227,9 @@ class Conversions:
         importance: Importance | None = None,
         layout: ExpertLayout = ExpertLayout.ONE_BY_ONE,
         prefix: str = "",
-        fp8: Mapping[str, str] | None = None,
+        singles: Mapping[str, ModuleLayout] | None = None,
     ):
-        self.experts, self.fp8 = experts, fp8 or {}
+        self.experts, self.singles = experts, singles or {}
         self.recipe, self.pre_quantized, self.importance = recipe, pre_quantized, importance
         self.dialect, self.layout, self.prefix = dialect, layout, prefix
 
@@ -238,7 +238,7 @@ class Conversions:
         self._base = base
         merges = [c for c in base if self._params_of(c) and _is_merge(c.operations)]
         merges = [c for c in merges if all(s.endswith(".weight") for s in c.source_patterns)]
-        self._packed = PackedConverter(self.experts, self.fp8, self.prefix, merges, self.dialect, self.layout)
+        self._packed = PackedConverter(self.experts, self.singles, self.prefix, merges, self.dialect, self.layout)
         if self.pre_quantized:
             return [self._packed, *base]
         quantizing = [QuantizingConverter.like(self, c) for c in base if self._params_of(c)]

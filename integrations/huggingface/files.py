@@ -123,7 +123,9 @@ def read_layout(
             raise ValueError(f"{name} is FP8: such experts are read where each has a tensor of its own, "
                              "experts.E.gate_proj.weight; use the original checkpoint")  # fmt: skip
         elif found.experts.get(owner, ExpertLayout.DENSE) is ExpertLayout.DENSE:
-            found.experts[owner] = layout
+            stem = name.removesuffix(".weight")
+            single = layout is ExpertLayout.DENSE and pattern is None and target not in names.state
+            found.experts[owner] = ExpertLayout.SINGLE if single and PER_EXPERT.fullmatch(stem) else layout
     _refuse_scales(files.left, names)
     names.check(files.given())
     return found

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import WeightConverter
 
-from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.integrations.huggingface.fp8 import fp8_experts
+from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout
 from moe_nvfp4.integrations.huggingface.linears import FP8_TENSORS, Nothing, copy_of
+from moe_nvfp4.integrations.huggingface.singles import single_experts
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.layouts.base import STACKED, split_rows
@@ -34,7 +34,7 @@ from moe_nvfp4.quantize.layouts.nvfp4 import new_name
 from moe_nvfp4.quantize.layouts.stacked import STEP
 from moe_nvfp4.quantize.names import PLAIN_NAMES, PRE_QUANT_SCALE, SEPARATE, projections
 
-FP8_KINDS = tuple(f"FP8.{last}" for last in FP8_TENSORS)
+SINGLE_KINDS = tuple(f"single.{last}" for last in (*FP8_TENSORS, "bias"))
 KINDS = ("codes", "sf", "global_scale", "input_scale", PRE_QUANT_SCALE, "bias")
 MATRIX = re.compile(r"(?P<module>.+)\.\d+\.(?P<part>gate_proj|up_proj|down_proj|w[123])")
 STACK = re.compile(r"(?P<part>gate_up_proj|up_proj|down_proj)(_(?P<last>\w+))?")
@@ -58,7 +58,7 @@ class PackedConverter(WeightConverter):
     """All tensors of 4-bit experts in files -> the parameters of `HFExperts`, and back.
 
     experts  module name -> HFExperts
-    fp8      name of a dense module whose experts are FP8 in the files -> name of its first parameter
+    singles  name of a module that becomes dense from experts one by one -> its layout
     prefix   of names in the model's body; files of the body alone lack it
     merges   the family's converters that merge dense experts one by one
     dialect  of the files, loaded and saved
@@ -70,7 +70,7 @@ class PackedConverter(WeightConverter):
     def __init__(
         self,
         experts: dict[str, HFExperts],
-        fp8: Mapping[str, str],
+        singles: Mapping[str, ModuleLayout],
         prefix: str = "",
         merges: Iterable[WeightConverter] = (),
         dialect: Dialect = MODELOPT,
@@ -78,14 +78,14 @@ class PackedConverter(WeightConverter):
         saving: bool = False,
         stored: dict[str, Tensor] | None = None,
     ):  # fmt: skip
-        self.experts, self.fp8, self.prefix = experts, fp8, prefix
+        self.experts, self.singles, self.prefix = experts, singles, prefix
         self.dialect, self.layout, self.saving = dialect, layout, saving
         self.merges = [copy.copy(c) for c in merges]  # copies, since renaming marks a converter as used
         self.stored = {} if stored is None else stored
         self.lasts = dict(zip(KINDS, (*dialect.suffixes, PRE_QUANT_SCALE, "bias"), strict=True))
         self.kinds = {last: kind for kind, last in self.lasts.items()}
         parts = ("experts",) if saving else ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
-        sources = [f"{part} {kind}" for part in parts for kind in (*KINDS, *FP8_KINDS)]
+        sources = [f"{part} {kind}" for part in parts for kind in (*KINDS, *SINGLE_KINDS)]
         super().__init__(sources, ["gate_proj_global_scale"], [Nothing()])
         if layout is ExpertLayout.STACKED_TRANSPOSED:  # one scale in the file becomes gate's and up's
             self.target_patterns.append("up_proj_global_scale")
@@ -95,7 +95,7 @@ class PackedConverter(WeightConverter):
 
     def reverse_transform(self) -> PackedConverter:
         return PackedConverter(
-            self.experts, self.fp8, self.prefix, self.merges, self.dialect, self.layout, True, self.stored
+            self.experts, self.singles, self.prefix, self.merges, self.dialect, self.layout, True, self.stored
         )
 
     # ---------------------------------------------------------------- names
@@ -122,9 +122,9 @@ class PackedConverter(WeightConverter):
         if found is None or module is None:
             return None
         _, part, last = found
-        if module in self.fp8:
-            name = "down_proj" if part == "down_proj" else self.fp8[module]
-            return f"{module}.{name}", f"{part} FP8.{last}"
+        if module in self.singles:
+            name = "down_proj" if part == "down_proj" else self.singles[module].up_name
+            return f"{module}.{name}" + "_bias" * (last == "bias"), f"{part} single.{last}"
         kind, first = self.kinds.get(last), projections(part)[0]
         known = PARAMETERS[self.experts[module].up_name].items()
         names = (name for name, (k, parts) in known if k == kind and first in parts)
@@ -152,7 +152,7 @@ class PackedConverter(WeightConverter):
     def _module(self, name: str) -> str | None:
         """The name in the model of the module `name`; None if its experts are not ours."""
         names = (name, f"{self.prefix}.{name}", name.removeprefix(f"{self.prefix}."))
-        return next((n for n in names if n in self.experts or n in self.fp8), None)
+        return next((n for n in names if n in self.experts or n in self.singles), None)
 
     def _stems(self, module: str) -> dict[str, str]:
         """projection -> stem of its matrices' names in files, with * for the expert's number."""
@@ -174,8 +174,9 @@ class PackedConverter(WeightConverter):
         if self.saving:
             return self._files(layer_name)
         module, _, name = layer_name.rpartition(".")
-        if module in self.fp8:
-            return {layer_name: fp8_experts(layer_name, model.get_parameter(layer_name), self.materialize_tensors())}
+        if module in self.singles:
+            parameter, layout = model.get_parameter(layer_name), self.singles[module]
+            return {layer_name: single_experts(layer_name, parameter, layout, self.materialize_tensors())}
         experts = self.experts[module]
         kind, _ = PARAMETERS[experts.up_name][name]
         check_sharding(module, experts, model, self)

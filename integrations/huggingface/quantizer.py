@@ -83,7 +83,9 @@ NO_STATIC = (
     "the static activation scales of experts are left out, and not saved either, because {}: W4A16 does not need them, "
     "and calibrate(model, batches) makes new ones"
 )
-MAPPABLE = (ExpertLayout.ONE_BY_ONE, ExpertLayout.PROJECTION_FIRST, ExpertLayout.FP8, ExpertLayout.DENSE)
+MAPPABLE = (
+    ExpertLayout.ONE_BY_ONE, ExpertLayout.PROJECTION_FIRST, ExpertLayout.FP8, ExpertLayout.SINGLE, ExpertLayout.DENSE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -232,11 +234,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
             ways = ", ".join(sorted(layout.value for layout in layouts))
             raise ValueError(f"the files name experts in several ways ({ways}), one is expected")
         excluded = [n for n, _, layout in modules if layout is None]
-        fp8 = {
-            name: "gate_up_proj" if hasattr(m, "gate_up_proj") else "up_proj"
-            for name, m, _ in modules if found.experts.get(name) is ExpertLayout.FP8
-        }  # fmt: skip
-        self.attach(model, experts, excluded, next(iter(layouts), ExpertLayout.ONE_BY_ONE), fp8)
+        alone = (ExpertLayout.FP8, ExpertLayout.SINGLE)
+        singles = {name: how for name, m, _ in modules if found.experts.get(name) in alone and (how := describe(m))}
+        self.attach(model, experts, excluded, next(iter(layouts), ExpertLayout.ONE_BY_ONE), singles)
         set_implementation(model, loading=True)
         self._plan = LoadPlan(source, model, found, _dtypes(model), coming)
         _report(model, found, self.mtp)
@@ -259,19 +259,19 @@ class MoeNvfp4Quantizer(HfQuantizer):
         experts: dict[str, HFExperts],
         excluded: list[str],
         layout: ExpertLayout = ExpertLayout.ONE_BY_ONE,
-        fp8: Mapping[str, str] | None = None,
+        singles: Mapping[str, ModuleLayout] | None = None,
     ) -> None:
         """Make the converters for the 4-bit `experts` of `model`, and put what stays dense on the config's ignore list.
 
         excluded  names of experts modules that stay dense
         layout    how the files keep 4-bit experts
-        fp8       names of excluded modules that the files have in FP8 -> name of their first parameter
+        singles   excluded modules whose experts the files have one by one, by name, if transformers reads only stacks
         """
         config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
         prefix = getattr(model, "base_model_prefix", "")
         self._model = weakref.ref(model)
         self.conversions = Conversions(
-            experts, config.recipe, self.four_bit, dialect, self.importance, layout, prefix, fp8
+            experts, config.recipe, self.four_bit, dialect, self.importance, layout, prefix, singles
         )
         self._name_dense(model, experts, excluded)
         if isinstance(model, PreTrainedModel):
@@ -303,6 +303,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if self._plan.coming is not None:
             self._of_source = UnwrittenConverter(self._plan.coming, model, conversions, self._plan.dtypes)
         names = {f"{m}.{p}" for m, e in self.conversions.experts.items() for p in self._read(e)}
+        names |= {f"{m}.{p}" for m in self.conversions.singles for p, _ in model.get_submodule(m).named_parameters()}
         check_reached(source, model, conversions, names)
         if self.quantization_config.map_files:
             self._leave_in_files(conversions)
@@ -632,7 +633,7 @@ def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:
 def _layout_here(module: nn.Module, layout: ModuleLayout | None, stored: ExpertLayout | None) -> ModuleLayout | None:
     """The layout of an experts module of 4-bit files; None if it is dense. What the files hold (`stored`) counts, not
     what their config excludes."""
-    if stored in (ExpertLayout.DENSE, ExpertLayout.FP8):
+    if stored in (ExpertLayout.DENSE, ExpertLayout.FP8, ExpertLayout.SINGLE):
         return None
     return layout or (None if stored is None else describe(module))
 

@@ -137,9 +137,10 @@ def _left_as_it_is(held: ExpertLayout | None, excluded: bool) -> str | None:
     """Why experts will not be 4-bit, or None. held: how 4-bit files store them (None: there are no such files)."""
     from moe_nvfp4.quantize.layouts import ExpertLayout
 
-    if excluded and held in (None, ExpertLayout.DENSE):
+    dense = (ExpertLayout.DENSE, ExpertLayout.SINGLE)
+    if excluded and held in (None, *dense):
         return "excluded"
-    if held is ExpertLayout.DENSE:
+    if held in dense:
         return "dense in the files, contrary to their config"
     return "FP8 in the files, dense when it is loaded" if held is ExpertLayout.FP8 else None
 

@@ -25,6 +25,7 @@ class ExpertLayout(Enum):
     STACKED_BY_PROJECTION = "stacks by projection"  # ModelOpt's [E, out, in/2], one global scale per expert (Step-3)
     PARAMETERS = "parameters"  # the parameters of `NVFP4Experts`
     FP8 = "FP8"  # one by one, to be made dense
+    SINGLE = "dense, one by one"  # of a family whose own files have stacks
     DENSE = "dense"
 
 

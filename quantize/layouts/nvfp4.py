@@ -303,7 +303,8 @@ def read(source: Checkpoint, dialect: Dialect, input_scales: bool = True) -> NVF
     take(parameters)
     check_experts({stem: m.shape for stem, m in matrices.items()}, expert_counts(source.config), left)
     for name in left:
-        if name.endswith(".gate_up_proj_bias") and f"{name.rpartition('.')[0]}.0.gate_proj" in matrices:
+        first = f"{name.rpartition('.')[0]}.0.gate_proj"
+        if name.endswith(".gate_up_proj_bias") and (first in matrices or f"{first}.weight" in tensors):
             raise ValueError(f"{name} is a stack next to experts one by one, so the order of gate and up in it is not "
                              "known: write a bias for each expert, experts.E.gate_proj.bias, or quantize the original "
                              "checkpoint")  # fmt: skip

@@ -43,7 +43,9 @@ from tests.models import (
     SMALL,
     dense_like,
     folder,
+    gemma4,
     gpt_oss,
+    granite,
     llama4,
     logits,
     make,
@@ -203,6 +205,50 @@ def test_mixed_precision_fp8_experts_become_dense(kind, family, dialect, tmp_pat
             ValueError, match=f"{missing.removesuffix('_scale')} is FP8 .* and has no scale.* a shard is missing"
         ):
             load(folder)
+
+
+@pytest.mark.slow_after(2)
+@both
+@pytest.mark.parametrize("kind", ["dense", "FP8"])
+@pytest.mark.parametrize("family", [gpt_oss, granite, llama4, gemma4])
+def test_experts_one_by_one_of_families_with_stacks(family, kind, dialect, tmp_path):
+    """A layer of dense or FP8 experts beside NVFP4 ones, by a tool that takes all stacks apart. transformers reads
+    stacks only in these families, and would leave that layer's experts random."""
+    source, path = folder(tmp_path, family), tmp_path / "nvfp4"
+    convert_checkpoint(source, path, Options(dialect=dialect), progress=False)
+    original = load(source, torch.float32)
+    name = next(n for n, _ in original.named_modules() if re.search(r"\.0\.(.*\.)?experts$", n))
+    experts = original.get_submodule(name)
+    files = {key: tensor for key, tensor in tensors(path).items() if not key.startswith(f"{name}.")}
+    up, down = experts.gate_up_proj.data, experts.down_proj.data
+    up, down = (up.mT, down.mT) if family in (gpt_oss, llama4) else (up, down)
+    halves = (up[:, ::2], up[:, 1::2]) if family is gpt_oss else up.chunk(2, dim=1)
+    for part, stack in zip(("gate_proj", "up_proj", "down_proj"), (*halves, down), strict=True):
+        for e, weight in enumerate(stack):
+            key = f"{name}.{e}.{part}.weight"
+            files[key] = weight.bfloat16().contiguous()
+            if kind == "FP8":
+                files[key], files[f"{key}_scale"], worth = fp8("tensor", weight)
+                weight.copy_(worth)  # in the original
+    if family is gpt_oss:
+        b = experts.gate_up_proj_bias.data
+        for part, biases in (("gate_proj", b[:, ::2]), ("up_proj", b[:, 1::2]), ("down_proj", experts.down_proj_bias)):
+            files |= {f"{name}.{e}.{part}.bias": bias.bfloat16() for e, bias in enumerate(biases)}
+    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+    other = next(d for d in ("modelopt", "compressed-tensors") if d != dialect)
+    convert_checkpoint(path, tmp_path / "converted", Options(dialect=other), progress=False)
+    for found, rounded in ((path, lambda t: t), (tmp_path / "converted", lambda t: t.bfloat16().float())):
+        model = load(found, torch.float32)
+        assert len(packed(model, HFExperts)) == 1
+        for key, p in experts.named_parameters():
+            assert torch.equal(model.get_submodule(name).get_parameter(key), rounded(p)), key
+    if family is gpt_oss:
+        stack = {f"{name}.gate_up_proj_bias": b, f"{name}.down_proj_bias": experts.down_proj_bias.data}
+        others = {key: tensor for key, tensor in files.items() if not re.search(r"layers\.0\..*\d.*\.bias$", key)}
+        others = {key: tensor for key, tensor in others.items() if key.startswith(name) or "experts" not in key}
+        save_file(others | stack, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match="a stack next to experts one by one"):
+            load(path)
 
 
 def deepseek_v4():
