@@ -428,14 +428,20 @@ def test_the_gate_that_the_config_says():
     of("relu2_no_mul", NemotronHConfig())
     vision = Qwen3VLMoeConfig(text_config={"hidden_act": "gelu_pytorch_tanh"})
     of("gelu_tanh", vision)
+    of("gelu_tanh", Qwen3MoeConfig(hidden_act="gelu_new"))  # two names of one function
     for config, said in ((Qwen3MoeConfig(hidden_act="gelu"), "gelu"), (vision, "gelu_pytorch_tanh")):
         with pytest.raises(NotImplementedError, match=f"layer: .*config says '{said}'.*computes 'silu'.*--engine"):
             of("silu", config)
 
 
 @pytest.mark.parametrize(
-    "arguments", [("swigluoai", 5.0), ("silu", 7.0, 1.702), ("gelu_tanh", 7.0), ("swiglustep", 5.0)]
-)
+    "arguments",
+    [
+        ("swigluoai", 5.0), ("swigluoai", None, 1.5), ("swigluoai_uninterleave",), ("silu", 7.0, 1.702),
+        ("silu", None, None, 1.0), ("gelu_tanh", 7.0), ("gelu_tanh", None, None, 1.0), ("gelu", None, 1.5),
+        ("relu2_no_mul", 7.0), ("swiglustep", 5.0),
+    ],
+)  # fmt: skip
 def test_other_gates_are_refused_by_name(arguments):
     with pytest.raises(NotImplementedError, match=f"'{arguments[0]}'.*--engine transformers"):
         engine.gate_of(_layer(*arguments))
