@@ -213,8 +213,10 @@ def test_groups_that_are_none():
     op, args = "down", arguments("down", "bf16", False, True)
     args[3:6] = [None] * 3
     order, offsets = args[7], args[8]
+    down_and_up = offsets.clone()  # its ends are right
+    down_and_up[1] = offsets[-1] + 1
     for where, values in [
-        ((8, None), offsets.flip(0)), ((8, None), offsets + 1), ((8, None), offsets * 1000),
+        ((8, None), down_and_up), ((8, None), offsets.flip(0)), ((8, None), offsets + 1), ((8, None), offsets * 1000),
         ((7, None), order + 1), ((7, None), order - 1), ((7, None), order * 100000),
     ]:  # fmt: skip
         if cpu.available():
