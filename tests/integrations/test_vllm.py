@@ -595,8 +595,11 @@ def test_experts_for_two_kinds_of_activations(dialect):
                                           "input_activations": None if kind == "W4A16_NVFP4" else numbers | {
                                               "dynamic": "local"}}  # fmt: skip
             rest = "re:.*(layers.0.*_proj|gate_proj|up_proj)$"
-            given = {"quant_method": "compressed-tensors", "format": "mixed-precision",
-                     "config_groups": {"a": group(one, rest), "b": group(other, "re:.*1.mlp.*down_proj$")}}  # fmt: skip
+            groups = {"a": group(one, rest), "b": group(other, "re:.*1.mlp.*down_proj$")}
+            for key in [key for key, kind in zip("ab", (one, other), strict=True) if kind == "FP8"]:
+                eight = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+                groups[key] |= {"weights": eight, "format": "float-quantized", "input_activations": None}
+            given = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
         module = torch.nn.Module()
         for part in ("gate", "down", "up"):
             setattr(module, f"ckpt_{part}_proj_name", f"{part}_proj")
@@ -609,6 +612,11 @@ def test_experts_for_two_kinds_of_activations(dialect):
         assert found(*pair, chosen="bf16") in ("bf16", "nvfp4")
         with pytest.raises(NotImplementedError, match=r"layers.1.mlp.experts: .*for bf16 and others for nvfp4.*choose"):
             found(*pair)
+    assert found("FP8", "FP8") is None
+    for pair in (("NVFP4", "FP8"), ("FP8", "NVFP4")):
+        for chosen in (None, "bf16"):
+            with pytest.raises(NotImplementedError, match="layers.1.mlp.experts: .*None: not NVFP4"):
+                found(*pair, chosen=chosen)
 
 
 def test_the_kv_cache_stays_with_vllms_reader():
