@@ -166,6 +166,26 @@ def test_what_is_worse_on_rows_held_out_is_not_kept():
     assert all(torch.equal(made[key], start[key]) for key in start)
 
 
+@pytest.mark.parametrize("up, down, target, kept", [
+    ((1.0, -0.9), (0.0, 0.0), 0.1, [(1, 0), (1, 0)]), ((1.0, -0.9), (0.0, 0.0), 0.0, [(0, 0), (0, 0)]),
+    ((-5.0, 1.0), (0.0, 0.0), 1.0, [(0, 0), (1, 0)]), ((0.5, 0.0), (1.0, 0.0), 1.0, [(0, 1), (0, 0)]),
+])  # fmt: skip
+def test_learned_experts_are_judged_beside_each_other(up, down, target, kept):
+    """Two experts give up + down, which were 0, for every token: each makes up for the other, and that is right, or the
+    old ones were; one is wrong, and the other is judged without it; of the ways to be better the best one counts."""
+    of = lambda numbers: torch.tensor(numbers).view(-1, 1, 1)
+
+    def experts(first, values, x, index, weights):
+        sums = enumerate(values[0] + values[1])
+        return sum((index == first + j).any(dim=1)[:, None] * one for j, one in sums)
+
+    T, old = 20, of((0.0, 0.0))
+    everything = torch.full((T, 1), target), torch.ones(T), torch.ones(T, dtype=torch.bool)
+    rows = distill.Rows(torch.ones(T, 1), torch.arange(2).expand(T, 2), torch.ones(T, 2), *everything)
+    values = (old, old), (of(up), of(down))
+    assert distill._better(experts, range(2), values, rows, rows.target, "cpu") == kept
+
+
 @pytest.mark.parametrize("together", [1, 1 << 28])
 def test_experts_that_too_few_tokens_reach_stay(together, monkeypatch):
     """Experts 0 and 1 are reached by none of the tokens held out, expert 1 by none of the others either."""
