@@ -186,6 +186,16 @@ def test_learned_experts_are_judged_beside_each_other(up, down, target, kept):
     assert distill._better(experts, range(2), values, rows, rows.target, "cpu") == kept
 
 
+def test_up_and_down_of_an_expert_are_taken_apart(monkeypatch, few_steps):
+    choice = lambda e: (e % 2, e // 2 % 2)
+    monkeypatch.setattr(distill, "_better", lambda experts, group, *_: [choice(e) for e in group])
+    experts, start, rows = some_experts(), start_of("mse"), given(800)
+    made = distill.learn(experts, start, rows_of(dense(experts, rows), *rows), "cpu")
+    for e in range(8):
+        taken = [not torch.equal(made[name][e], start[name][e]) for name in ("gate_up_proj", "down_proj")]
+        assert taken == [bool(learned) for learned in choice(e)], e
+
+
 @pytest.mark.parametrize("together", [1, 1 << 28])
 def test_experts_that_too_few_tokens_reach_stay(together, monkeypatch):
     """Experts 0 and 1 are reached by none of the tokens held out, expert 1 by none of the others either."""

@@ -185,12 +185,33 @@ def test_what_is_missing_or_wrong_is_named(folders, tmp_path, change, text):
         generate(changed(folders, tmp_path / "changed", change))
 
 
+def test_fused_linears_become_one_where_both_scales_are_equal():
+    from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
+
+    method = NVFP4LinearMethod("model.layers.0.self_attn.qkv_proj", DIALECTS["modelopt"], "nvfp4")
+    method.sizes = [32, 16, 16]
+    found = {"weight": torch.zeros(64, 16, dtype=torch.uint8), "sf": torch.ones(64, 2).to(torch.float8_e4m3fn)}
+    for scales, inputs, rows in (
+        ((1, 1, 1), (2, 2, 2), [64]), ((1, 1, 1), (2, 2, 4), [48, 16]), ((1, 3, 3), (2, 2, 2), [32, 32]),
+        ((1, 3, 1), (2, 2, 2), [32, 16, 16]),
+    ):  # fmt: skip
+        each = {"global_scale": torch.tensor(scales).float(), "input_scale": torch.tensor(inputs).float()}
+        made = method._made(found | each, None)
+        assert [linear.out_features for linear in made] == rows
+        ends = torch.tensor(rows).cumsum(0).tolist()
+        of = [next(i for i, end in enumerate((32, 48, 64)) if end == last) for last in ends]
+        assert [float(linear.weight_global_scale) for linear in made] == [scales[i] for i in of]
+        assert [float(linear.input_scale) for linear in made] == [inputs[i] for i in of]
+
+
 def test_rows_of_w4a4_that_ranks_would_scale_in_parts(monkeypatch):
     """And columns that are no multiple of 16 on a rank."""
     from moe_nvfp4.integrations.vllm import engine
     from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
 
     monkeypatch.setattr(engine, "dummy_weights", lambda: False)
+    for name, number in (("rank", 0), ("world_size", 1)):  # those of an engine, which there need not be
+        monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}", lambda n=number: n)
 
     def made(activations, here, columns, dialect=DIALECTS["modelopt"]):
         layer, method = torch.nn.Module(), NVFP4LinearMethod("model.layers.0.self_attn.o_proj", dialect, activations)
