@@ -222,7 +222,8 @@ def run_experts(
     b13, b2 = w.w13.bias, w.w2.bias
     if hooks.fused and direct:
         check_layer(x, ids, p, w)
-        return named_on(backend, x.device).experts(x, ids, p, w, expert_map)
+        more = () if expert_map is None else (expert_map,)
+        return named_on(backend, x.device).experts(x, ids, p, w, *more)
     if expert_map is not None:
         ids = expert_map[ids]
     if hooks.fused:

@@ -151,7 +151,7 @@ class Backend:
         expert_map: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """A fused layer: x [T, H], ids and router weights [T, top_k] -> [T, H] in x's dtype. expert_map: int32 [G],
-        where ids are of G experts: the number of each in `weights`, or -1."""
+        where ids are of G experts: the number of each in `weights`, or -1; not given where there is none."""
         if expert_map is None:
             return self.functions.experts(x, top_k_index, top_k_weights, weights)
         if self.maps:
