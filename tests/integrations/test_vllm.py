@@ -557,6 +557,8 @@ def test_fused_names_are_ignored_with_their_parts():
     assert config.base.packed_modules_mapping == config.packed_modules_mapping
     assert config.ignores("model.layers.3.self_attn.qkv_proj") and config.ignores("lm_head")
     assert not config.ignores("model.layers.3.self_attn.o_proj") and not config.ignores("model.layers.3.mlp.experts")
+    config.ignore = [f"model.layers.3.self_attn.{part}_proj" for part in "qk"]
+    assert not config.ignores("model.layers.3.self_attn.qkv_proj")  # all its parts, or it is 4-bit
 
 
 def test_mamba_modules_have_other_names_in_vllm():
