@@ -50,8 +50,9 @@ def check_rows(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: E
     _check("top_k_weights", top_k_weights, top_k_index.shape, ROUTER, device)
 
 
-def check_map(expert_map: Tensor, device: torch.device) -> None:
-    """Check an expert_map, int32 [G]; its values are a kernel's to check."""
+def check_map(expert_map: Tensor, top_k_index: Tensor, device: torch.device) -> None:
+    """Check an expert_map, int32 [G], and the ids to look up in it; their values are a kernel's to check."""
+    check_ids(top_k_index)
     _check("expert_map", expert_map, (expert_map.numel(),), _INT32, device)
 
 

@@ -205,7 +205,7 @@ def run_experts(
     """`moe_forward` on a backend that was chosen before. expert_map: as in `NVFP4Experts`."""
     refuse_transforms()
     if expert_map is not None:
-        check_map(expert_map, x.device)
+        check_map(expert_map, top_k_index, x.device)
     w, ids, p, (backend, layout) = weights, top_k_index, top_k_weights, (chosen.name, chosen.layout)
     if w.layout not in (None, layout):
         raise TypeError(_OTHER_LAYOUT.format(x.dtype, x.device, f"the {w.layout}", "NVFP4Experts"))
@@ -220,15 +220,15 @@ def run_experts(
     else:
         direct = not torch.compiler.is_compiling() and type(x) is Tensor and not (x.is_meta or _watched())
     b13, b2 = w.w13.bias, w.w2.bias
-    if hooks.fused and direct:
-        check_layer(x, ids, p, w)
-        more = () if expert_map is None else (expert_map,)
-        return named_on(backend, x.device).experts(x, ids, p, w, *more)
-    if expert_map is not None:
-        ids = expert_map[ids]
-    if hooks.fused:
+    maps = () if expert_map is None else (expert_map,)
+    if expert_map is not None and not (hooks.fused and direct and named_on(backend, x.device).maps):
+        ids, maps = expert_map[ids], ()
+    if hooks.fused and not direct:
         return experts(x, ids, p, b13, b2, w.biased(None, None).tensors(), w.spec(backend))
     check_layer(x, ids, p, w)
+    if hooks.fused:
+        return named_on(backend, x.device).experts(x, ids, p, w, *maps)
+
     own_gate, norm, x_factor, h_factor, observe, largest, adapters, adapter = hooks
     spec = w.spec(backend)
     several = next((a.shape[1] for some in adapters for a, _ in some if a.dim() == 4), 0)

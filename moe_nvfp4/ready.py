@@ -88,7 +88,7 @@ def compile_for(
             problem, _ = module._problem(dtype, module._hooks().fused)
             backend = explain(problem, device, forced).backend
             module._prepare_for(Selected(backend.name, backend.layout))
-            for mapped in {False, expert_map}:
+            for mapped in {False, expert_map and backend.maps}:
                 calls.append((backend, Call.of(module.weights, dtype, top_k, problem.fused, expert_map=mapped)))
         elif isinstance(module, NVFP4Linear):
             problem, _ = module._problem(dtype)

@@ -119,13 +119,14 @@ def read_layout(
         if owner is None:
             if layout in (ExpertLayout.ONE_BY_ONE, ExpertLayout.FP8):
                 _add_linear(found, model, names, files, name)
-        elif layout is ExpertLayout.FP8 and PER_EXPERT.fullmatch(name.removesuffix(".weight")) is None:
+            continue
+        one_by_one = PER_EXPERT.fullmatch(name.removesuffix(".weight")) is not None
+        if layout is ExpertLayout.FP8 and not one_by_one:
             raise ValueError(f"{name} is FP8: such experts are read where each has a tensor of its own, "
                              "experts.E.gate_proj.weight; use the original checkpoint")  # fmt: skip
-        elif found.experts.get(owner, ExpertLayout.DENSE) is ExpertLayout.DENSE:
-            stem = name.removesuffix(".weight")
-            single = layout is ExpertLayout.DENSE and pattern is None and target not in names.state
-            found.experts[owner] = ExpertLayout.SINGLE if single and PER_EXPERT.fullmatch(stem) else layout
+        if found.experts.get(owner, ExpertLayout.DENSE) is ExpertLayout.DENSE:
+            unread = layout is ExpertLayout.DENSE and pattern is None and target not in names.state
+            found.experts[owner] = ExpertLayout.SINGLE if unread and one_by_one else layout
     _refuse_scales(files.left, names)
     names.check(files.given())
     return found

@@ -172,8 +172,8 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             loader.finish()
         beside = self.device if layer.nvfp4.on_cpu and self.device.type != "cpu" else None
         ranks = {a.shape[1] for pairs in self.adapters for a, _ in pairs}
+        top_k, expert_map = self.moe.experts_per_token, layer.expert_map is not None
         for adapters in [(rank, 0) for rank in ranks] or [None]:
-            top_k, expert_map = self.moe.experts_per_token, layer.expert_map is not None
             prepare(loader.experts, top_k, self.moe.in_dtype, beside, adapters, expert_map)
         if again:
             refresh(layer.nvfp4, loader.experts, layer.layer_name)

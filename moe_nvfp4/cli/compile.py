@@ -65,11 +65,10 @@ def run(args: argparse.Namespace) -> None:
     if args.out is not None:
         os.environ["MOE_NVFP4_CACHE"] = str(args.out)  # the processes that compile inherit it
     own_folder("kernels")  # raises if kernels could not be kept there
-    arch, count = ARCHS[args.arch], 0
+    arch, count, mapped = ARCHS[args.arch], 0, args.expert_parallel > 1
     for multiprocessors in [args.multiprocessors] if args.multiprocessors else arch.multiprocessors:
         gpu = Gpu(arch.capability, multiprocessors)
         for dtype, layers, linears in found:
-            mapped = args.expert_parallel > 1
             count += sum(compile_for(layer, gpu, top_k, dtype, mapped) for layer, top_k in layers)
             count += compile_for(linears, gpu, dtype=dtype)
     note(f"{args.model} on {args.arch}: {count} kernels compiled, in {cache_folder()}; all others were there already")

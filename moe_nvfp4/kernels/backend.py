@@ -147,16 +147,11 @@ class Backend:
     # The arguments have been checked (`moe_nvfp4.checks`). Tensors may be strided.
 
     def experts(
-        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights,
-        expert_map: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """A fused layer: x [T, H], ids and router weights [T, top_k] -> [T, H] in x's dtype. expert_map: int32 [G],
-        where ids are of G experts: the number of each in `weights`, or -1; not given where there is none."""
-        if expert_map is None:
-            return self.functions.experts(x, top_k_index, top_k_weights, weights)
-        if self.maps:
-            return self.functions.experts(x, top_k_index, top_k_weights, weights, expert_map)
-        return self.functions.experts(x, expert_map[top_k_index], top_k_weights, weights)
+        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, *expert_map: Tensor
+    ) -> Tensor:
+        """A fused layer: x [T, H], ids and router weights [T, top_k] -> [T, H] in x's dtype. Those that `maps` may be
+        given an expert_map, int32 [G], where ids are of G experts: the number of each in `weights`, or -1."""
+        return self.functions.experts(x, top_k_index, top_k_weights, weights, *expert_map)
 
     def quantize_rows(
         self, x: Tensor, index: Tensor | None, scale: Tensor | None, groups: Groups, four_over_six: bool = False

@@ -114,10 +114,10 @@ def kernels_of(backend: Backend, call: Call, gpu: Gpu) -> dict[Build, None]:
 
 
 def _experts(backend: Backend, call: Call, w: ExpertWeights) -> None:
-    expert_map = _empty((w.num_experts,), torch.int32) if call.expert_map else None
+    expert_map = [_empty((w.num_experts,), torch.int32)] if call.expert_map and backend.maps else []
     for ids, router, T in product(call.ids, call.router, call.counts(call.top_k)):
         x, shape = _empty((T, w.hidden_size), call.dtype), (T, call.top_k)
-        backend.experts(x, _empty(shape, ids), _empty(shape, router), w, expert_map)
+        backend.experts(x, _empty(shape, ids), _empty(shape, router), w, *expert_map)
 
 
 def _stages(backend: Backend, call: Call, w: ExpertWeights) -> None:

@@ -58,8 +58,8 @@ def check(name, sizes, top_k, gate, activations, static, bias, fused, counts):
     layer = NVFP4Experts(E, H, I, gate, activations, torch.bfloat16 if bias else None, static, device="meta")
     layer._prepare_for(Selected(name, backend.layout))
     w, S, rank = layer.weights, E % 3, 8 + 16 * (H % 2)
-    whole, expert_map = fused and gate.kind != "raw", empty(2 * E, dtype=torch.int32) if I % 3 else None
-    whatever = Call.of(w, torch.bfloat16, top_k, fused, expert_map=expert_map is not None)
+    whole, whatever = fused and gate.kind != "raw", Call.of(w, torch.bfloat16, top_k, fused, expert_map=I % 3 > 0)
+    expert_map = [empty(2 * E, dtype=torch.int32)] if whatever.expert_map and backend.maps else []
     listed = set(calls.kernels_of(backend, whatever, gpu))
     with_adapters = set() if whole else set(calls.kernels_of(backend, whatever._replace(adapters=(rank, S)), gpu))
     assert listed
@@ -71,7 +71,7 @@ def check(name, sizes, top_k, gate, activations, static, bias, fused, counts):
             x, p = empty(T, H), empty(T, top_k, dtype=torch.float32)
             if whole:
                 for dtype in (torch.int32, torch.int64):
-                    assert noted(gpu, backend.experts, x, empty(T, top_k, dtype=dtype), p, w, expert_map) <= listed
+                    assert noted(gpu, backend.experts, x, empty(T, top_k, dtype=dtype), p, w, *expert_map) <= listed
                 continue
             order, dtype = empty(T * top_k, dtype=torch.int32), torch.float32 if w.quantizes_h else torch.bfloat16
             groups = Groups(order, offsets, top_k, position=order)
