@@ -8,8 +8,9 @@ into ``$MOE_NVFP4_CACHE/cpu``, else ``$XDG_CACHE_HOME/moe_nvfp4/cpu``, else ``~/
 A machine with avx512bf16 or amx also compiles avx512, once it meets rows that are fp32 or fp16. Where
 nothing can be built, `missing` says why, and the reference runs instead.
 
-Numerics are the reference's, up to the order of fp32 sums. The number of threads is torch's, and
-results do not depend on it.
+Numerics are the reference's, up to the order of fp32 sums and, on amx with up to 8 tokens for an expert,
+up to 2^-15 of the largest number of each block of 16 of x. The number of threads is torch's, and results
+do not depend on it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@
    inclusion here: portable (vector extensions of the compiler), avx2, avx512, avx512bf16, amx and, on ARM, neon. In
    avx512bf16 and amx, x and the dequantized weights are bf16 without rounding: these paths take rows that are bf16 or
    NVFP4 (code * sf has 6 significant bits), and backend.py gives other rows to avx512. In amx, many tokens are
-   multiplied in tiles of 16 tokens by 32 elements of K by 16 weight rows; both sides are laid out for that first.  */
+   multiplied in tiles of 16 tokens by 32 elements of K by 16 weight rows; both sides are laid out for that first. Few
+   tokens are multiplied there as integers of 16 bits, for each block of x.  */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -196,7 +197,7 @@ typedef struct {
     void *leads;            /* the first tokens of experts with many, side by side */
     int32_t *hit;           /* experts with tokens */
     int64_t *padded;        /* NVFP4: where an expert's rows begin among the padded ones */
-    int64_t tile, tiles, K_steps, stride, few;
+    int64_t tile, tiles, K_steps, stride, few, few_rows, many_rows; /* rows of experts with few and with many */
     uint8_t *there;         /* mapped: for each of hit, whether each of its 2 * parts matrices is in memory */
     _Atomic int64_t *lost;  /* mapped: becomes 1 if memory has no file behind it any more, 2 if an address was edited */
     char *work;             /* scratch, work_bytes for each thread */
@@ -289,7 +290,7 @@ static void padded_starts(const int32_t *offsets, int64_t E, int64_t *starts) {
 
 typedef struct {
     Task *arrange, *weave, *item, *quantize, *quantize_token, *combine, *shrink_rows, *expand_rows; /* weave: or NULL */
-    int64_t element, step, few; /* bytes of an Element, STEP, FEW */
+    int64_t element, step, few, integers; /* bytes of an Element, STEP, FEW, INTEGERS */
 } Path;
 
 /* A token's result is computed in parts, so that a single token is not left to one thread. */
@@ -363,7 +364,8 @@ static void fetch_tile(const void *problem, int64_t item) {
    stage, pairs, weave  see their definitions (avx512bf16 and amx)
    sum4       for each of four vectors, the sum of its lanes
    NUMBER     of the path, as backend.py numbers them
-   FEW        the largest number of tokens per expert for which dot_codes is faster than multiply  */
+   FEW        the largest number of tokens per expert for which dot_codes is faster than multiply
+   INTEGERS   in amx: bytes of a row of x per element, as integers and their units  */
 
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
@@ -618,10 +620,84 @@ INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_
 #endif
 
 #ifdef HAS_AMX
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c" WIDE)))
-#define decode_amx decode_avx512bf16
-#define block_scales_amx block_scales_avx512bf16
-#define scales_amx scales_avx512bf16
+#define TARGET __attribute__((target( \
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx512vbmi,avx2,fma,f16c" WIDE)))
+/* Few tokens are multiplied as integers here: these processors take two cycles for a product of bf16. A code is
+   looked up as 2 * e2m1 + 12, an unsigned byte. Each block of 16 elements of x becomes integers q times a power of two,
+   with |q| < 2^15, which are 256 * high + low, two signed bytes. A lane of the sums is 8 elements of one block:
+   the sum of (2 * e2m1 + 12) * q, which begins at -12 times the sum of q. */
+typedef struct {
+    int8_t high[2][64], low[2][64]; /* of the elements with even and with odd k */
+    int32_t first[16];
+    float unit[16];                 /* of x, times that of the codes, 1/2 */
+} Integers;                         /* of a step */
+INLINE TARGET void decode_integers_amx(const uint8_t *c, __m512i *even, __m512i *odd) { /* a look-up reads 6 bits */
+    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    const __m512i v = _mm512_loadu_si512(c);
+    *even = _mm512_permutexvar_epi8(v, table), *odd = _mm512_permutexvar_epi8(_mm512_srli_epi16(v, 4), table);
+}
+INLINE TARGET v16 dot_integers_amx(__m512i even, __m512i odd, const uint16_t *at, v16 scale, v16 sum) {
+    const Integers *x = (const Integers *)(const void *)at;
+    __m512i high = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, _mm512_load_si512(x->high[0]));
+    __m512i low = _mm512_dpbusd_epi32(_mm512_load_si512(x->first), even, _mm512_load_si512(x->low[0]));
+    high = _mm512_dpbusd_epi32(high, odd, _mm512_load_si512(x->high[1]));
+    low = _mm512_dpbusd_epi32(low, odd, _mm512_load_si512(x->low[1]));
+    v16 part = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+    return _mm512_fmadd_ps(part * *(const v16 *)x->unit, scale, sum);
+}
+/* K elements of a row of x, whole steps. NaN and infinity make their block's unit NaN. */
+INLINE TARGET void integers_amx(const float *v, int64_t K, int8_t *out) {
+    const __m128i halves = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    for (int64_t k = 0; k < K; k += 16) {
+        Integers *to = (Integers *)(void *)out + k / 128;
+        int64_t lane = k % 128 / 8;
+        __m512 x = _mm512_loadu_ps(v + k);
+        /* 255 / 256 * 2^15 would be more than 127 * 256 + 127: these mantissas get the next exponent */
+        int32_t largest = _mm512_reduce_max_epi32(_mm512_castps_si512(_mm512_abs_ps(x))), finite = largest < 0x7f800000;
+        int32_t shift = finite ? 141 - ((largest + 0x10000) >> 23) : 0; /* |x| < 2^(15 - shift) */
+        __m512i q = _mm512_cvtps_epi32(_mm512_scalef_ps(x, _mm512_set1_ps((float)shift)));
+        if (!finite) q = _mm512_setzero_si512();
+        __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+        __m512i low = _mm512_sub_epi32(q, _mm512_slli_epi32(high, 8));
+        __m128i h = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), halves), l = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(low), halves);
+        _mm_storel_epi64((__m128i *)(void *)(to->high[0] + 4 * lane), h), _mm_storeh_pd((double *)(void *)(to->high[1] + 4 * lane), (__m128d)h);
+        _mm_storel_epi64((__m128i *)(void *)(to->low[0] + 4 * lane), l), _mm_storeh_pd((double *)(void *)(to->low[1] + 4 * lane), (__m128d)l);
+        for (int64_t i = 0; i < 2; i++) {
+            to->first[lane + i] = -12 * _mm512_mask_reduce_add_epi32((__mmask16)(0xff << 8 * i), q);
+            to->unit[lane + i] = finite ? __builtin_ldexpf(0.5f, -shift) : __builtin_nanf("");
+        }
+    }
+}
+/* The n block scales of a weight row as bf16, then zeros up to a multiple of 64. The bits of bf16 are those of e4m3
+   shifted by 4, plus 0x3c00, but for subnormal numbers and for NaN: two look-ups, of the low and of the high bytes. */
+INLINE TARGET void row_scales_amx(const uint8_t *sf, const uint8_t *end, int64_t n, uint16_t *out) {
+    (void)end;
+    const __m128i usual = _mm_setr_epi8(0, 16, 32, 48, 64, 80, 96, 112, -128, -112, -96, -80, -64, -48, -32, -16);
+    const __m128i first = _mm_setr_epi8(0, 0, -128, -64, 0, 32, 64, 96, -128, -112, -96, -80, -64, -48, -32, -16);
+    const __m512i low = _mm512_inserti32x4(_mm512_broadcast_i32x4(usual), first, 0);
+    const __m512i low64 = _mm512_mask_mov_epi8(_mm512_broadcast_i32x4(usual), 1ull << 63, _mm512_set1_epi8((char)0xc0));
+    const __m512i high = _mm512_setr_epi32(
+        0x3b3b3b00, 0x3c3c3c3c, 0x3c3c3c3c, 0x3c3c3c3c, 0x3d3d3d3d, 0x3d3d3d3d, 0x3d3d3d3d, 0x3d3d3d3d,
+        0x3e3e3e3e, 0x3e3e3e3e, 0x3e3e3e3e, 0x3e3e3e3e, 0x3f3f3f3f, 0x3f3f3f3f, 0x3f3f3f3f, 0x3f3f3f3f);
+    const __m512i high64 = _mm512_setr_epi32(
+        0x40404040, 0x40404040, 0x40404040, 0x40404040, 0x41414141, 0x41414141, 0x41414141, 0x41414141,
+        0x42424242, 0x42424242, 0x42424242, 0x42424242, 0x43434343, 0x43434343, 0x43434343, 0x7f434343);
+    const __m512i apart = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7); /* unpack takes half of every 16 bytes */
+    for (int64_t i = 0; i < n; i += 64) {
+        __builtin_prefetch(sf + 8 * n + i); /* of the rows after the next ones: NR is 4 */
+        __m512i b = _mm512_maskz_loadu_epi8(n - i < 64 ? (1ull << (n - i)) - 1 : ~0ull, sf + i);
+        b = _mm512_permutexvar_epi64(apart, b);
+        __m512i l = _mm512_permutex2var_epi8(low, b, low64), h = _mm512_permutex2var_epi8(high, b, high64);
+        _mm512_storeu_si512(out + i, _mm512_unpacklo_epi8(l, h));
+        _mm512_storeu_si512(out + i + 32, _mm512_unpackhi_epi8(l, h));
+    }
+}
+INLINE TARGET v16 scales_amx(const uint16_t *sf, int64_t k) { /* the upper half of every lane */
+    const __m512i pick = _mm512_setr_epi32(0, 0, 1 << 16, 1 << 16, 2 << 16, 2 << 16, 3 << 16, 3 << 16,
+                                           4 << 16, 4 << 16, 5 << 16, 5 << 16, 6 << 16, 6 << 16, 7 << 16, 7 << 16);
+    const __m512i eight = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(const void *)(sf + k / 16)));
+    return (v16)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, pick, eight);
+}
 #define mul_add_amx mul_add_avx512bf16
 #define spread_amx spread_avx512bf16
 #define transpose_amx transpose_avx512
@@ -632,6 +708,7 @@ INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_
 #define PLANES 4
 #define NUMBER 5
 #define TILES
+#define INTEGERS 3
 #define V v16
 #define M h32
 #define Element uint16_t
@@ -639,7 +716,7 @@ INLINE TARGET void weave_avx512bf16(const uint16_t *const *x, int64_t nt, int64_
 #define NT 6
 #define NP 4
 #define NX 6
-#define FEW 4
+#define FEW 8
 #include "cpu_path.h"
 #endif
 #endif
@@ -769,7 +846,7 @@ static int64_t leads_bytes(const Gemm *g, const Path *p) {
 /* Computes sizes; returns the bytes for rows, leads, padded, hit and there. */
 static int64_t measure(Gemm *g, const Path *p) {
     g->K_steps = whole(g->K, p->step);
-    g->stride = g->K_steps + 64 / p->element; /* not a power of two, or rows would compete for the same cache sets */
+    g->stride = g->K_steps * (p->element + p->integers) / p->element + 64 / p->element; /* not a power of two, or rows would compete for the same cache sets */
     g->tile = TILE / (g->paired ? 2 : 1);
     g->tiles = (g->width + g->tile - 1) / g->tile;
     int64_t few = 4 * 4 * (g->K_steps / 16 + 32), many = TILE * K_BLOCK * p->element + CHUNK * TILE * 4;
@@ -795,15 +872,16 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
     g->there = (uint8_t *)(g->hit + E);
     padded_starts(g->offsets, E, g->padded);
     g->few = p->few, g->lost = lost;
-    int64_t many = 0;
+    g->few_rows = g->many_rows = 0;
     for (int64_t e = 0; e < E; e++) {
         int64_t tokens = g->offsets[e + 1] - g->offsets[e];
         if (tokens) g->hit[hits++] = (int32_t)e;
-        if (tokens > g->few) many += tokens;
+        *(tokens > g->few ? &g->many_rows : &g->few_rows) += tokens;
     }
     if (g->parts) add_phase(job, ask_for, g, hits * g->parts * 2, hits * g->N * g->K, threads);
     add_phase(job, p->arrange, g, g->x_rows, g->x_rows * g->K, threads);
-    if (p->weave && many) add_phase(job, p->weave, g, hits * whole(g->K_steps, K_BLOCK) / K_BLOCK, many * g->K, threads);
+    if (p->weave && g->many_rows)
+        add_phase(job, p->weave, g, hits * whole(g->K_steps, K_BLOCK) / K_BLOCK, g->many_rows * g->K, threads);
     Phase *items = add_phase(job, p->item, g, hits * g->tiles, hits * g->N * g->K, threads);
     if (!g->parts && items->shares > 1) items->fetch = fetch_tile; /* weights in files must be waited for first */
 }

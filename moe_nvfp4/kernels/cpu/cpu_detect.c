@@ -37,7 +37,7 @@ int64_t paths(void) {
     if (can & 4 && __builtin_cpu_supports("avx512bf16")) can |= 8;
 #endif
 #ifdef HAS_AMX
-    if (can & 8 && has_amx()) can |= 32;
+    if (can & 8 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") && has_amx()) can |= 32;
 #endif
 #elif defined(__aarch64__)
     can |= 16;

@@ -10,27 +10,41 @@ static const Path NAME(path); /* zeros where it is not compiled */
 #if defined(LEADS) || defined(TILES)
 #define WOVEN /* weave puts tokens side by side */
 #endif
+#ifdef INTEGERS
+#define Scale uint16_t
+#define SCALES 64
+#else
+#define Scale float
+#define SCALES 16
+#define INTEGERS 0
+#endif
 
 INLINE TARGET M NAME(at)(const Element *p) { return *(const M *)p; } /* not memcpy, which GCC takes apart */
 
 /* sums[r][t] += codes[r][k .. k + STEP) . x[t], scaled block by block. ahead: codes to prefetch */
-INLINE TARGET void NAME(step)(int nr, int nt, const uint8_t *const *codes, const float *const *sf, int64_t k,
+INLINE TARGET void NAME(step)(int nr, int nt, const uint8_t *const *codes, const Scale *const *sf, int64_t k,
                               const Element *const *x, V sums[NR][NT], const uint8_t *ahead) {
     UNROLL for (int r = 0; r < nr; r++) {
-        M plane[PLANES];
         __builtin_prefetch(ahead + r * (STEP / 2));
-        NAME(decode)(codes[r], plane);
         V scale = NAME(scales)(sf[r], k);
+#if INTEGERS
+        __m512i even, odd;
+        NAME(decode_integers)(codes[r], &even, &odd);
+        UNROLL for (int t = 0; t < nt; t++) sums[r][t] = NAME(dot_integers)(even, odd, x[t] + k * INTEGERS / 2, scale, sums[r][t]);
+#else
+        M plane[PLANES];
+        NAME(decode)(codes[r], plane);
         UNROLL for (int t = 0; t < nt; t++) {
             V part = (V){0};
             UNROLL for (int p = 0; p < PLANES; p++) part = NAME(mul_add)(part, plane[p], NAME(at)(x[t] + k + p * WIDTH));
             sums[r][t] += part * scale;
         }
+#endif
     }
 }
 
 /* NR weight rows, decoded on the way, by nt tokens: out[t * TILE + r] */
-INLINE TARGET void NAME(dot_codes)(int nt, const uint8_t *const *codes, const float *const *sf, int64_t K,
+INLINE TARGET void NAME(dot_codes)(int nt, const uint8_t *const *codes, const Scale *const *sf, int64_t K,
                                    const Element *const *x, float *out) {
     V sums[NR][NT];
     UNROLL for (int r = 0; r < NR; r++) UNROLL for (int t = 0; t < nt; t++) sums[r][t] = (V){0};
@@ -71,7 +85,7 @@ INLINE TARGET void NAME(multiply)(int nt, const Element *w, const Element *const
         UNROLL for (int p = 0; p < NP; p++) *(V *)(sums + t * TILE + p * LANES) = s[t][p];
 }
 
-static TARGET void NAME(few_tokens)(int nt, const uint8_t *const *codes, const float *const *sf, int64_t K,
+static TARGET void NAME(few_tokens)(int nt, const uint8_t *const *codes, const Scale *const *sf, int64_t K,
                                     const Element *const *x, float *out) {
 #define CASE(n) case n: if (n <= NT) NAME(dot_codes)(MIN(n, NT), codes, sf, K, x, out); break;
     switch (nt) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
@@ -83,6 +97,7 @@ static TARGET void NAME(many_tokens)(int nt, const Element *w, const Element *co
 #undef CASE
 }
 
+#if !INTEGERS
 /* The n block scales of a weight row as fp32, then zeros up to a multiple of 16. */
 INLINE TARGET void NAME(row_scales)(const uint8_t *sf, const uint8_t *end, int64_t n, float *out) {
     int64_t i = 0;
@@ -100,6 +115,7 @@ INLINE TARGET void NAME(row_scales)(const uint8_t *sf, const uint8_t *end, int64
     }
     memset(out + n, 0, 64);
 }
+#endif
 
 /* The codes and block scales of LANES weight rows, n elements from k on. The codes are in place or, if the rows do not
    lie evenly in memory or end early, copied into `spare`. */
@@ -344,15 +360,17 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
         x[t] = (const Element *)g->rows + (g->index ? g->index[r] : r) * g->stride; \
     }
     if (tokens <= g->few) {
-        float *scales = (float *)(g->work + thread * g->work_bytes), out[NT * TILE];
-        int64_t stride = (g->K_steps / 16 + 15) / 16 * 16 + 16, full = n == g->tile ? TILE : n;
+        Scale *scales = (Scale *)(g->work + thread * g->work_bytes);
+        float out[NT * TILE];
+        int64_t stride = (g->K_steps / 16 + SCALES - 1) / SCALES * SCALES + 16, full = n == g->tile ? TILE : n;
         for (int64_t i = 0, groups = (tokens + NT - 1) / NT; i < groups; i++) {
             int64_t t0 = tokens * i / groups, nt = tokens * (i + 1) / groups - t0;
             TOKENS(nt)
+            for (int64_t t = 0; t < nt && INTEGERS; t++) x[t] += g->K_steps; /* behind the planes */
             for (int64_t j = 0; j < TILE; j += NR) {
                 if (j >= full && (j < g->tile || j >= g->tile + n)) continue;
                 const uint8_t *codes[NR];
-                const float *sf[NR];
+                const Scale *sf[NR];
                 int64_t K = g->K_steps; /* whole steps: the next row's codes meet zeros; the last rows must end at g->K */
                 for (int r = 0; r < NR; r++) {
                     const Row row = tile.row[j + r];
@@ -437,31 +455,48 @@ static TARGET void NAME(expand)(const void *x, int type, int64_t at, int64_t wid
     for (int64_t k = have; k < n; k++) out[k] = 0;
 }
 
-/* Row r of x -> g->rows: the planes of each step. */
+/* Row r of x as fp32, with zeros up to a whole step. Returns 0 if the row is not routed, and so not used. */
+static TARGET int NAME(row)(const Gemm *g, int64_t r, float *v) {
+    if (g->x_type != NVFP4) {
+        NAME(expand)(g->x, (int)g->x_type, r * g->x_width, g->x_width, g->K_steps, v);
+        return 1;
+    }
+    const uint8_t *codes = (const uint8_t *)g->x + r * g->x_width / 2;
+    int64_t e = expert_of(g->offsets, g->E, r), K16 = g->x_width / 16;
+    if (e == g->E) return 0;
+    for (int64_t b = 0; b < K16; b++) {
+        float sf = from_e4m3(g->x_sf[sf_offset(r + g->padded[e], b, K16)]);
+        for (int64_t i = 0; i < 8; i++) {
+            v[16 * b + 2 * i] = E2M1[codes[8 * b + i] & 15] * sf;
+            v[16 * b + 2 * i + 1] = E2M1[codes[8 * b + i] >> 4] * sf;
+        }
+    }
+    for (int64_t k = g->x_width; k < g->K_steps; k++) v[k] = 0;
+    return 1;
+}
+
+/* Row r of x -> g->rows: the planes of each step, if experts with many tokens read them, and behind them the integers,
+   if those with few do. */
 static TARGET void NAME(arrange)(const void *problem, int64_t r, int64_t next, int thread) {
     (void)next;
     const Gemm *g = problem;
     Element *out = (Element *)g->rows + r * g->stride;
     float *v = (float *)(g->work + thread * g->work_bytes);
-    if (g->x_type == NVFP4) {
-        const uint8_t *codes = (const uint8_t *)g->x + r * g->x_width / 2;
-        int64_t e = expert_of(g->offsets, g->E, r), K16 = g->x_width / 16;
-        if (e == g->E) return;
-        for (int64_t b = 0; b < K16; b++) {
-            float sf = from_e4m3(g->x_sf[sf_offset(r + g->padded[e], b, K16)]);
-            for (int64_t i = 0; i < 8; i++) {
-                v[16 * b + 2 * i] = E2M1[codes[8 * b + i] & 15] * sf;
-                v[16 * b + 2 * i + 1] = E2M1[codes[8 * b + i] >> 4] * sf;
-            }
-        }
-        for (int64_t k = g->x_width; k < g->K_steps; k++) v[k] = 0;
-    } else if (g->x_type == BF16 && sizeof(Element) == 2 && g->x_width == g->K_steps) { /* without conversion */
+#if INTEGERS
+    if (g->few_rows) {
+        if (!NAME(row)(g, r, v)) return;
+        NAME(integers)(v, g->K_steps, (int8_t *)(out + g->K_steps));
+        if (!g->many_rows) return;
+    }
+#endif
+    if (g->x_type == BF16 && sizeof(Element) == 2 && g->x_width == g->K_steps) { /* without conversion */
         const uint16_t *x = (const uint16_t *)g->x + r * g->x_width;
         for (int64_t k = 0; k < g->K_steps; k += STEP)
             for (int64_t i = 0; i < WIDTH; i++)
                 UNROLL for (int p = 0; p < PLANES; p++) out[k + p * WIDTH + i] = (Element)x[k + PLANES * i + p];
         return;
-    } else NAME(expand)(g->x, (int)g->x_type, r * g->x_width, g->x_width, g->K_steps, v);
+    }
+    if (!NAME(row)(g, r, v)) return;
     for (int64_t k = 0; k < g->K_steps; k += STEP)
         for (int64_t i = 0; i < WIDTH; i++)
             UNROLL for (int p = 0; p < PLANES; p++) {
@@ -588,7 +623,7 @@ static TARGET void NAME(expand_rows)(const void *problem, int64_t i, int64_t nex
 
 static const Path NAME(path) = {
     NAME(arrange), WEAVE, NAME(item), NAME(quantize), NAME(quantize_token), NAME(combine), NAME(shrink_rows),
-    NAME(expand_rows), sizeof(Element), STEP, FEW};
+    NAME(expand_rows), sizeof(Element), STEP, FEW, INTEGERS};
 #endif
 
 #undef LANES
@@ -596,6 +631,9 @@ static const Path NAME(path) = {
 #undef PLANES
 #undef TILES
 #undef WOVEN
+#undef INTEGERS
+#undef Scale
+#undef SCALES
 #undef STEP
 #undef PATH
 #undef NUMBER
