@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 
 from moe_nvfp4.backends import Device, Selected, named
 from moe_nvfp4.checks import check_rows, check_weights
+from moe_nvfp4.devices import capturing
 from moe_nvfp4.door import define
 from moe_nvfp4.kernels import offload
 from moe_nvfp4.layer import ExpertsLayer
@@ -33,6 +34,25 @@ from moe_nvfp4.prepared import Packed, Prepared, autocast, check_plain, made_for
 from moe_nvfp4.weights import ExpertWeights
 
 _CPU = torch.device("cpu")
+
+
+class RouterCopy:
+    """The matrix of a router, the parameter `name` of `module`, on the CPU: for guesses, so an old copy will do."""
+
+    def __init__(self, module: nn.Module, name: str):
+        self.module, self.name = module, name
+        self._copy: tuple[int, Tensor] | None = None
+
+    def on_cpu(self, E: int, H: int) -> Tensor | None:
+        """bf16 [E, H]; None if there is none of this shape, or none yet: it is not copied while a graph is captured."""
+        weight = getattr(self.module, self.name).detach()
+        if type(weight) is Tensor and not weight.is_meta and weight.shape == (E, H) and not capturing(weight.device):
+            if self._copy is None or self._copy[0] != weight.data_ptr():
+                self._copy = weight.data_ptr(), weight.to("cpu", torch.bfloat16).contiguous()
+        return None if self._copy is None else self._copy[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_copy": None}
 
 
 class NVFP4Experts(ExpertsLayer):
@@ -46,6 +66,7 @@ class NVFP4Experts(ExpertsLayer):
 
     on_cpu = False  # whether the weights stay on the CPU, wherever x is
     meanwhile: Callable[[], None] | None = None  # launches work for the GPU while the CPU computes
+    router: RouterCopy | None = None  # beside a GPU, by which the CPU guesses experts a layer ahead
     rows_for_one = 1  # how many rows of x the model passes for each one that has an expert, if it pads
 
     # The number stands for these weights at their place in memory: with a new one, torch.compile makes new CUDA graphs.
@@ -225,8 +246,9 @@ def _run(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: int, meanwhile: Callable[[], None] | None = None
 ) -> Tensor:
     kernels, w = _checked(x, top_k_index, top_k_weights, layer)
-    routed = top_k_index.numel() // _layers[layer].rows_for_one
-    return kernels.experts(x, top_k_index, top_k_weights, w, routed, meanwhile)
+    routed = top_k_index.numel() // (module := _layers[layer]).rows_for_one
+    router = module.router and module.router.on_cpu(w.num_experts, w.hidden_size)
+    return kernels.experts(x, top_k_index, top_k_weights, w, routed, meanwhile, router)
 
 
 def _fake(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layer: int) -> Tensor:

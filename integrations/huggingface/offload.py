@@ -1,4 +1,4 @@
-"""Choose the layers whose experts stay on the CPU beside a GPU, and have the GPU run shared experts meanwhile."""
+"""Choose the layers whose experts stay on the CPU beside a GPU, and what both do while the other computes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from moe_nvfp4.experts import RouterCopy
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.placement import SCRATCH, check_cpu_experts, fewest_on_cpu, no_gpu
 from moe_nvfp4.quantize.report import readable_size
@@ -44,6 +45,7 @@ def keep_experts_on_cpu(
         layer.keep_on_cpu(i < count)
     for block in model.modules():
         _overlap(block)
+        _guess(block)
     return experts[:count]
 
 
@@ -201,3 +203,14 @@ def _overlap(block: nn.Module) -> None:
     else:
         before = vars(shared).get("forward")
         experts.meanwhile = (before if isinstance(before, SharedAhead) else SharedAhead(block, shared)).start
+
+
+def _guess(block: nn.Module) -> None:
+    """Tell the experts of `block`, if it has any that stay on the CPU, which matrix their router has."""
+    experts = getattr(block, "experts", None)
+    if not isinstance(experts, HFExperts):
+        return
+    others = [m for name, child in block.named_children() if name not in ("experts", *SHARED) for m in child.modules()]
+    shape = experts.num_experts, experts.hidden_size
+    found = [(m, name) for m in others for name, p in m.named_parameters(recurse=False) if p.shape == shape]
+    experts.router = RouterCopy(*found[0]) if experts.on_cpu and len(found) == 1 else None

@@ -276,7 +276,7 @@ def test_the_tokens_of_llama_4_count_once(monkeypatch):
     model, counted = swap_experts(make(llama4), recipe="max", progress=False, cpu_experts="all"), []
     experts = next(m for m in model.modules() if isinstance(m, HFExperts))
     experts.meanwhile = lambda: None
-    kernels = lambda x, ids, p, w, routed, meanwhile: counted.append((len(x), routed)) or x
+    kernels = lambda x, ids, p, w, routed, *_: counted.append((len(x), routed)) or x
     monkeypatch.setattr("moe_nvfp4.experts._kernels", lambda device: SimpleNamespace(experts=kernels))
     T, E = 5, experts.num_experts
     experts(torch.empty(E * T, experts.hidden_size, device="meta"))  # anywhere but on the CPU

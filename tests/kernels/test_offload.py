@@ -307,6 +307,65 @@ def test_the_gpu_works_between_question_and_answer(driver, monkeypatch):
         assert torch.equal(found, cpu.experts(*batch, layer.weights))
 
 
+def best(x, router, k):
+    """The ids of the k largest of x · routerᵀ, by a loop in float64."""
+    scores = [sum(a * b for a, b in zip(x[0].tolist(), row, strict=True)) for row in router.tolist()]
+    return sorted(range(len(scores)), key=lambda e: -scores[e])[:k]
+
+
+@needs_library
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_in_graphs_the_cpu_guesses_the_next_layers_experts(driver, dtype, activations):
+    """After a layer of one token it chooses by the next router, from this layer's x, and no result changes. A call
+    whose guess is still being read is not released."""
+    layers = [random_layer(**SIZES, activations=activations, seed=i).weights for i in range(3)]
+    draw = lambda i, *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(i))
+    address = lambda function: ctypes.cast(function, ctypes.c_void_p).value
+    routers = [draw(i, SIZES["E"], SIZES["H"]).bfloat16() for i in range(3)]
+    one, two = ([(x.to(dtype), ids, p) for x, ids, p in (inputs(T, i) for i in range(3))] for T in (1, 2))
+    given = [*zip(one, layers, routers, strict=True), (two[0], layers[0], routers[0]), (one[0], layers[0], routers[0]),
+             (one[1], layers[1], None), (one[2], layers[2], routers[2])]  # fmt: skip
+    driver.begin_capture()
+    y = [offload.experts(*batch, w, router=router) for batch, w, router in given]
+    graph, (workspace,) = driver.end_capture(), offload._graphs
+    calls, each = workspace.calls, len(graph) // len(given)
+    assert [call.guessed is not None for call in calls] == [True, True] + [False] * 5
+    for step in range(3):
+        for i, call in enumerate(calls):
+            x = given[i][0][0]
+            x.copy_(draw(step, *x.shape))
+            driver.work = graph[i * each : (i + 1) * each]
+            driver.synchronize()
+            until = time.monotonic() + 20
+            while call._call.guessing and time.monotonic() < until:
+                time.sleep(1e-4)
+            # Other libraries (for fp16, on CPUs with AVX-512 BF16) have threads of their own, and do not guess.
+            if call.guessed is not None and driver.mail and call.function == address(workspace.mailbox.library.call):
+                assert call.guessed.tolist() == best(x, routers[i + 1], 2)
+            assert torch.equal(y[i], cpu.experts(*given[i][0], given[i][1])), i
+    for release in driver.owners:  # the graph is gone
+        release()
+    calls[0]._call.guessing = 1
+    assert not calls[0].released and not workspace.over
+    calls[0]._call.guessing = 0
+    assert workspace.over
+
+
+@needs_library
+def test_a_router_that_is_no_such_matrix_guesses_nothing():
+    gate = torch.nn.Linear(64, 6, bias=False)
+    router = experts.RouterCopy(gate, "weight")
+    assert router.on_cpu(6, 48) is None and router.on_cpu(7, 64) is None
+    first = router.on_cpu(6, 64)
+    assert torch.equal(first, gate.weight.bfloat16()) and router.on_cpu(6, 64) is first
+    gate.weight = torch.nn.Parameter(gate.weight + 1)
+    assert torch.equal(router.on_cpu(6, 64), gate.weight.bfloat16())
+    assert torch.equal(copy.deepcopy(router).on_cpu(6, 64), gate.weight.bfloat16())
+    gate.to("meta")
+    assert torch.equal(router.on_cpu(6, 64), router._copy[1])
+
+
 @needs_library
 def test_a_graph_runs_as_often_as_one_likes(driver):
     w = random_layer(**SIZES).weights

@@ -39,7 +39,7 @@ from moe_nvfp4.cache import cache_folder, is_whole, keep, own_folder
 from moe_nvfp4.kernels.common.tensors import floating
 from moe_nvfp4.kernels.cpu.sources import FLAGS, FOLDER, SOURCES, checksum
 from moe_nvfp4.routing import Groups, Rows, group_by_expert
-from moe_nvfp4.weights import ExpertWeights, LinearWeights, Matrices
+from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Matrices
 
 PATHS = ("portable", "avx2", "avx512", "avx512bf16", "neon", "amx")  # as in cpu.c; of several, the last is best
 
@@ -166,7 +166,12 @@ def _layer(
 
 
 class _Call(ctypes.Structure):
-    _fields_ = _fields("call program", "count path threads") + _fields("out", "out_bytes done released")
+    _fields_ = _fields("call program", "count path threads") + _fields("out", "out_bytes")
+    _fields_ += _fields("guess", "done released guessing")
+
+
+class _Guess(ctypes.Structure):
+    _fields_ = _fields("x router codes1 sf1 codes2 sf2 scores ids", "x_type E H top_k N K paired")
 
 
 class Call:
@@ -194,12 +199,14 @@ class Call:
         library, self._code = _library(program.path), ctypes.create_string_buffer(code, len(code))
         own = {id(t) for t in weights.tensors()}
         self.tensors: object = [t for t in program.tensors if id(t) not in own]
+        self._x, self._top_k = x, ids.shape[1]
+        self._guess: tuple[_Guess, Tensor, Tensor, Tensor] | None = None
         self.function, self.release = (
             ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (library.call, library.release)
         )
         self._call = _Call(
             self.function, ctypes.addressof(self._code), count, PATHS.index(program.path),
-            threads or torch.get_num_threads(), y.data_ptr(), y.numel() * y.element_size(), 0, 0,
+            threads or torch.get_num_threads(), y.data_ptr(), y.numel() * y.element_size(), 0, 0, 0, 0,
         )  # fmt: skip
         self.argument = ctypes.addressof(self._call)
         _called[program.path] = library
@@ -208,6 +215,21 @@ class Call:
         """Run the layer now, on the library's own threads."""
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.function)(self.argument)
 
+    def guess(self, router: Tensor, weights: ExpertWeights) -> None:
+        """For one token: from now on, after each run that came by mail, fetch those of `weights`, which the stream
+        needs next, that `router` (bf16 [E, H], contiguous) chooses for this layer's x. See Guess in cpu_calls.h."""
+        w13, w2, (E, H) = weights.w13, weights.w2, router.shape
+        scratch = torch.empty(E, dtype=torch.float32), torch.zeros(self._top_k, dtype=torch.int32)
+        tensors = (self._x, router, w13.codes, w13.sf, w2.codes, w2.sf, *scratch)
+        numbers = _TYPES[self._x.dtype], E, H, self._top_k, w13.N, 16 * w2.blocks, _paired(weights.gate)
+        made = _Guess(*(0 if t is None else t.data_ptr() for t in tensors), *numbers)
+        self._guess, self._call.guess = (made, router, *scratch), ctypes.addressof(made)
+
+    @property
+    def guessed(self) -> Tensor | None:
+        """The latest guess: int32 [top_k]."""
+        return None if self._guess is None else self._guess[-1]
+
     @property
     def done(self) -> int:
         """How many times it has run."""
@@ -215,7 +237,7 @@ class Call:
 
     @property
     def released(self) -> bool:
-        return bool(self._call.released)
+        return bool(self._call.released) and not self._call.guessing
 
 
 class Mailbox:
@@ -333,9 +355,14 @@ def _quantize(
     return Rows(codes, sf, row_scale)
 
 
+def _paired(gate: Gate) -> bool:
+    """Whether GEMM 1 applies the gate to pairs of its rows."""
+    return gate.kind in ("silu", "gelu_tanh")
+
+
 def _gemm1(program: _Program, rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
     w, gate = weights, weights.gate
-    paired = gate.kind in ("silu", "gelu_tanh")
+    paired = _paired(gate)
     static = w.quantizes_h
     width = w.intermediate_size * (2 if gate.gated and not paired else 1)
     h = program.empty(groups.num_rows, width, dtype=torch.float32 if static else dtype, device="cpu")

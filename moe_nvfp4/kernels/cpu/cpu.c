@@ -198,6 +198,8 @@ typedef struct {
     int32_t *hit;           /* experts with tokens */
     int64_t *padded;        /* NVFP4: where an expert's rows begin among the padded ones */
     int64_t tile, tiles, K_steps, stride, few, few_rows, many_rows; /* rows of experts with few and with many */
+    int64_t by_tile;        /* 0: items are ordered by expert, then by tile; else how many of hit there are, and the same
+                               part of every expert belongs to neighbouring items */
     uint8_t *there;         /* mapped: for each of hit, whether each of its 2 * parts matrices is in memory */
     _Atomic int64_t *lost;  /* mapped: becomes 1 if memory has no file behind it any more, 2 if an address was edited */
     char *work;             /* scratch, work_bytes for each thread */
@@ -319,9 +321,14 @@ INLINE Row row_at(const Gemm *g, int64_t e, int64_t n) {
     return (Row){codes + row * g->K / 2, sf + row * g->K / 16, sf + rows * g->K / 16};
 }
 
+INLINE int64_t hit_of(const Gemm *g, int64_t item) { return g->by_tile ? item % g->by_tile : item / g->tiles; }
+INLINE int64_t first_row(const Gemm *g, int64_t item) {
+    return (g->by_tile ? item / g->by_tile : item % g->tiles) * g->tile;
+}
+
 /* The first weight row of a GEMM's item; if rows are paired, of its gate rows (half 0) or up rows (half 1). */
 INLINE Row item_at(const Gemm *g, int64_t item, int half) {
-    return row_at(g, g->hit[item / g->tiles], item % g->tiles * g->tile + half * g->split);
+    return row_at(g, g->hit[hit_of(g, item)], first_row(g, item) + half * g->split);
 }
 
 /* Prefetches `part` / K of an item's tile, from k / K of it on, straight through its memory: in the order in which
@@ -843,15 +850,19 @@ static int64_t leads_bytes(const Gemm *g, const Path *p) {
     return p->weave ? whole(g->R * g->K_steps * p->element, 64) + 1024 : 0; /* a tile may begin with the last row */
 }
 
-/* Computes sizes; returns the bytes for rows, leads, padded, hit and there. */
+static void make_tiles(Gemm *g) {
+    g->tile = TILE / (g->paired ? 2 : 1);
+    g->tiles = (g->width + g->tile - 1) / g->tile;
+}
+
+/* Computes sizes; returns the bytes for rows, leads, shares, padded, hit and there. */
 static int64_t measure(Gemm *g, const Path *p) {
     g->K_steps = whole(g->K, p->step);
     g->stride = g->K_steps * (p->element + p->integers) / p->element + 64 / p->element; /* not a power of two, or rows would compete for the same cache sets */
-    g->tile = TILE / (g->paired ? 2 : 1);
-    g->tiles = (g->width + g->tile - 1) / g->tile;
+    make_tiles(g);
     int64_t few = 4 * 4 * (g->K_steps / 16 + 32), many = TILE * K_BLOCK * p->element + CHUNK * TILE * 4;
     g->work_bytes = whole(4 * g->K_steps + few + many, 64);
-    return rows_bytes(g, p) + leads_bytes(g, p) + whole(g->E * 16, 64);
+    return rows_bytes(g, p) + leads_bytes(g, p) + MAX_THREADS * (int64_t)sizeof(Share) + whole(g->E * 16, 64);
 }
 
 /* The same for Quantize: a token that several rows are copies of is quantized once, unless experts have scales. */
@@ -860,14 +871,16 @@ static int64_t measure_quantize(Quantize *q) {
     return q->index && !q->scale && q->x_rows < q->R ? q->x_rows * token_bytes(q) : 0;
 }
 
-/* Adds the phases of a GEMM. Unrouted rows become zeros. */
-static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t threads, _Atomic int64_t *lost) {
+/* Adds the phases of a GEMM. Unrouted rows become zeros. guessed: its weights may be in the caches of the pool's cores,
+   as `guess` leaves them. */
+static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t threads, int guessed, _Atomic int64_t *lost) {
     int64_t E = g->E, hits = 0, row_bytes = g->width * (g->out_type == FP32 ? 4 : 2);
     for (int64_t r = g->offsets[E]; r < g->R; r++)
         memset((char *)g->out + (g->target ? g->target[r] : r) * row_bytes, 0, row_bytes);
     g->rows = memory;
     g->leads = memory + rows_bytes(g, p);
-    g->padded = (int64_t *)((char *)g->leads + leads_bytes(g, p));
+    Share *own = (Share *)(void *)((char *)g->leads + leads_bytes(g, p));
+    g->padded = (int64_t *)(void *)(own + MAX_THREADS);
     g->hit = (int32_t *)(g->padded + E);
     g->there = (uint8_t *)(g->hit + E);
     padded_starts(g->offsets, E, g->padded);
@@ -883,7 +896,11 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
     if (p->weave && g->many_rows)
         add_phase(job, p->weave, g, hits * whole(g->K_steps, K_BLOCK) / K_BLOCK, g->many_rows * g->K, threads);
     Phase *items = add_phase(job, p->item, g, hits * g->tiles, hits * g->N * g->K, threads);
-    if (!g->parts && items->shares > 1) items->fetch = fetch_tile; /* weights in files must be waited for first */
+    g->by_tile = 0;
+    if (!g->parts && items->shares > 1) {
+        items->fetch = fetch_tile; /* weights in files must be waited for first */
+        if (guessed && g->offsets[E] == hits) g->by_tile = hits, give_shares(items, own);
+    }
 }
 
 /* Runs the stages of a program: for each stage its kind, the number of 8-byte words in its struct, and the struct. The
@@ -937,7 +954,7 @@ int64_t run(const int64_t *program, int64_t count, int64_t path, int64_t threads
                 break;
             }
             s->gemm.work = (char *)(memory + 1), s->gemm.work_bytes = work;
-            add_gemm(&job, &s->gemm, p, at, threads, &lost);
+            add_gemm(&job, &s->gemm, p, at, threads, !parallel, &lost);
         }
     if (!failed) run_job(&job, threads, parallel);
     give_back(memory);

@@ -4,10 +4,25 @@
    Or by mail: the stream writes the address of a Call into a mailbox and waits until that is empty again. The postman,
    a thread that keeps looking into the mailboxes, finds it there a microsecond later.
 
+   While the GPU works between two layers, the CPU would idle. It guesses the experts of the next call (Guess) and brings
+   their weights into its caches, until the next mail comes.
+
    Nobody takes a return value, so after a failure the program's output is filled with NaN (all bits ones, in every
    type), and the failure is kept for `failure`. */
 
 #include <time.h>
+
+/* Which experts a token will have in the call after this one: those that the next router would choose for this call's
+   x, from which the next one differs by one layer. Wrong guesses cost nothing that anybody waits for. A core fetches
+   what it will read itself (Phase.own): from another core's cache it would come no faster than from memory. */
+typedef struct {
+    const void *x;            /* [H], of this call */
+    const uint16_t *router;   /* bf16 [E, H], of the next call, as all that follows */
+    const uint8_t *codes1, *sf1, *codes2, *sf2; /* of GEMM 1, [N, H] for each expert, and GEMM 2, [H, K] */
+    float *scores;            /* [E], scratch */
+    int32_t *ids;             /* [top_k], the guess */
+    int64_t x_type, E, H, top_k, N, K, paired;
+} Guess;
 
 typedef struct {
     void (*call)(void *); /* from the library that contains `path` */
@@ -15,7 +30,9 @@ typedef struct {
     int64_t count, path, threads;
     void *out;
     int64_t out_bytes;
-    _Atomic int64_t done, released; /* how many times it has run; whether nothing will run it again */
+    const Guess *guess; /* or NULL */
+    /* how many times it has run; whether nothing will run it again; whether `guess` is being read */
+    _Atomic int64_t done, released, guessing;
 } Call;
 typedef _Atomic(Call *) Mailbox; /* NULL: empty */
 
@@ -44,6 +61,72 @@ static struct {
     atomic_int at_work, closing;
 } post = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
+static int mail(void) {
+    for (long i = 0, n = atomic_load(&post.count); i < n; i++) if (atomic_load(post.boxes[i])) return 1;
+    return 0;
+}
+
+enum { SCORED = 8, LOOK = 4 << 10 }; /* rows of an item; bytes between two looks for mail */
+static void score(const void *problem, int64_t item, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Guess *g = problem;
+    for (int64_t e = item * SCORED; e < MIN((item + 1) * SCORED, g->E); e++) {
+        float x[256], w[256], sum = 0;
+        for (int64_t h = 0, n; h < g->H && !(h == 0 && mail()); h += n) {
+            n = MIN(256, g->H - h);
+            load_all(g->x, (int)g->x_type, h, x, n), load_all(g->router, BF16, e * g->H + h, w, n);
+            sum += dot(x, w, n, 16);
+        }
+        g->scores[e] = sum;
+    }
+}
+
+static void choose(const void *problem, int64_t item, int64_t next, int thread) {
+    (void)item, (void)next, (void)thread;
+    const Guess *g = problem;
+    for (int64_t k = 0; k < g->top_k; k++) {
+        int64_t best = 0;
+        for (int64_t e = 1; e < g->E; e++) if (!(g->scores[e] <= g->scores[best])) best = e;
+        g->ids[k] = (int32_t)best, g->scores[best] = -__builtin_inff();
+    }
+}
+
+static void fetch_bytes(const uint8_t *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes && !(i % LOOK == 0 && mail()); i += 64) __builtin_prefetch(from + i);
+}
+
+static void fetch_item(const void *problem, int64_t item, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Gemm *g = problem;
+    int64_t n = MIN(g->tile, g->width - first_row(g, item));
+    for (int half = 0; half <= g->paired; half++) {
+        Row row = item_at(g, item, half);
+        fetch_bytes(row.codes, n * g->K / 2), fetch_bytes(row.sf, n * g->K / 16);
+    }
+}
+
+static void guess(const Guess *g, int64_t threads) {
+    int64_t width = g->paired ? g->N / 2 : g->N, experts = g->top_k;
+    Gemm gemms[2] = {
+        {.codes = g->codes1, .sf = g->sf1, .E = g->E, .N = g->N, .K = g->H, .width = width, .paired = g->paired, .split = width},
+        {.codes = g->codes2, .sf = g->sf2, .E = g->E, .N = g->H, .K = g->K, .width = g->H},
+    };
+    Share own[2][MAX_THREADS];
+    Job job;
+    threads = MIN(threads, MAX_THREADS);
+    job.count = 0, job.threads = 1;
+    atomic_init(&job.joined, 0);
+    add_phase(&job, score, g, (g->E + SCORED - 1) / SCORED, g->E * g->H, threads);
+    add_phase(&job, choose, g, 1, 1, threads);
+    for (int i = 0; i < 2; i++) {
+        gemms[i].hit = g->ids, gemms[i].by_tile = experts;
+        make_tiles(&gemms[i]);
+        int64_t numbers = experts * gemms[i].N * gemms[i].K;
+        give_shares(add_phase(&job, fetch_item, &gemms[i], experts * gemms[i].tiles, numbers, threads), own[i]);
+    }
+    run_job(&job, threads, NULL);
+}
+
 /* The postman. When idle, it first looks without a pause, for about as long as the pool does, then every 20 us and,
    after about half a second, every 1 ms, which costs next to nothing. */
 static void *deliver(void *unused) {
@@ -53,7 +136,10 @@ static void *deliver(void *unused) {
             Call *c = atomic_load(post.boxes[i]);
             if (!c) continue;
             c->call(c);
+            int guesses = c->guess && c->call == call; /* the threads are those of the library that has computed */
+            atomic_store(&c->guessing, guesses);       /* from the next line on, c may be released */
             atomic_store(post.boxes[i], NULL);
+            if (guesses) guess(c->guess, c->threads), atomic_store(&c->guessing, 0);
             idle = 0;
         }
         if (idle < LOOKS) relax();

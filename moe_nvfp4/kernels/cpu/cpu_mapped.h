@@ -65,10 +65,10 @@ static int bring(const Gemm *g, int64_t e, int64_t first, int64_t end) {
 
 /* Waits for the weights of a GEMM's item; returns whether they can be read. */
 static int brought(const Gemm *g, int64_t item) {
-    int64_t e = g->hit[item / g->tiles], n0 = item % g->tiles * g->tile, n = MIN(g->tile, g->width - n0);
+    int64_t e = g->hit[hit_of(g, item)], n0 = first_row(g, item), n = MIN(g->tile, g->width - n0);
     int64_t middle = g->parts == 2 ? g->N / 2 : g->N, there = 1, missing = 0;
     if (atomic_load(g->lost)) return 0;
-    for (int64_t i = 0; i < 2 * g->parts; i++) missing |= !g->there[item / g->tiles * 2 * g->parts + i];
+    for (int64_t i = 0; i < 2 * g->parts; i++) missing |= !g->there[hit_of(g, item) * 2 * g->parts + i];
     if (!missing) return 1;
     for (int half = 0; there && half <= g->paired; half++, n0 += g->split)
         there = bring(g, e, n0, MIN(n0 + n, middle)) && bring(g, e, n0 > middle ? n0 : middle, n0 + n);

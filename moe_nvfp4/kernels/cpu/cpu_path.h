@@ -338,7 +338,7 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
     const Gemm *g = problem;
     if (g->parts && !brought(g, i)) return;
     NAME(Tile) tile;
-    int64_t e = g->hit[i / g->tiles], n0 = i % g->tiles * g->tile, n = MIN(g->tile, g->width - n0);
+    int64_t e = g->hit[hit_of(g, i)], n0 = first_row(g, i), n = MIN(g->tile, g->width - n0);
     int64_t first = g->offsets[e], tokens = g->offsets[e + 1] - first;
     tile.n0 = n0, tile.n = n;
     const Row begin[2] = {item_at(g, i, 0), item_at(g, i, (int)g->paired)};

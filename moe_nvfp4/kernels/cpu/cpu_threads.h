@@ -17,11 +17,14 @@ typedef void Task(const void *problem, int64_t item, int64_t next, int thread); 
 typedef void Fetch(const void *problem, int64_t item); /* bring what the item reads into the cache */
 typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
 /* Variables that all threads write have a cache line each. */
+typedef struct { _Alignas(64) atomic_long next; } Share;
 typedef struct {
     Task *task;
     Fetch *fetch; /* or NULL */
     const void *problem;
-    int64_t items, shares;
+    int64_t items, shares, threads;
+    Share *own; /* [threads], or NULL: each thread begins with the same part of the items in every job, whose memory its
+                   core's cache may have */
     _Alignas(64) atomic_long next;
     _Alignas(64) atomic_long done;
 } Phase;
@@ -35,8 +38,23 @@ static inline void relax(void) {
 #endif
 }
 
+/* The number of this thread in the pool below, the same for all jobs; -1 elsewhere. */
+static _Thread_local int place = -1;
+
+/* Takes an item of the thread's own share, or else of another's. */
+static int64_t claim_own(Phase *p, int thread, int64_t *end) {
+    for (int64_t v = 0, n = p->threads; v < n; v++) {
+        int64_t s = ((place < 0 ? thread : place) + v) % n, begin = s * p->items / n, size = (s + 1) * p->items / n - begin;
+        if (atomic_load(&p->own[s].next) >= size) continue;
+        int64_t i = atomic_fetch_add(&p->own[s].next, 1);
+        if (i < size) return *end = begin + i + 1, begin + i;
+    }
+    return *end = p->items;
+}
+
 /* Takes some neighbouring items, so that prefetching beyond one pays; ever fewer, so that all threads end together. */
-static int64_t claim(Phase *p, int64_t *end) {
+static int64_t claim(Phase *p, int thread, int64_t *end) {
+    if (p->own) return claim_own(p, thread, end);
     long i = atomic_load(&p->next);
     do *end = MIN(i + (p->items - i) / p->shares + 1, p->items);
     while (i < p->items && !atomic_compare_exchange_weak(&p->next, &i, *end));
@@ -48,12 +66,12 @@ typedef struct { Phase *phase; int64_t begin, end; } Early;
 
 /* For a thread with nothing to do until `p` is over: claims items of the next phase that can be fetched, and fetches
    them. Otherwise memory would idle while the last items are worked on. */
-static void look_ahead(const Job *job, const Phase *p, Early *early) {
+static void look_ahead(const Job *job, const Phase *p, int thread, Early *early) {
     if (early->phase <= p) {
         Phase *q = (Phase *)p + 1;
         while (q < job->phases + job->count && !q->fetch) q++;
         if (q == job->phases + job->count) return;
-        early->phase = q, early->begin = claim(q, &early->end);
+        early->phase = q, early->begin = claim(q, thread, &early->end);
     }
     for (int64_t i = early->begin; i < early->end && atomic_load(&p->done) < p->items; i++)
         early->phase->fetch(early->phase->problem, i);
@@ -67,15 +85,15 @@ static void work_off(void *argument) {
     Early early = {NULL, 0, 0};
     if (thread >= job->threads) return; /* there is no scratch for more */
     for (Phase *p = job->phases; p < job->phases + job->count; p++) {
-        int64_t end = early.end, later_end, i = early.phase == p ? early.begin : claim(p, &end);
+        int64_t end = early.end, later_end, i = early.phase == p ? early.begin : claim(p, thread, &end);
         while (i < end) {
-            int64_t later = claim(p, &later_end);
+            int64_t later = claim(p, thread, &later_end);
             for (int64_t j = i; j < end; j++)
                 p->task(p->problem, j, j + 1 < end ? j + 1 : later < p->items ? later : j, thread);
             atomic_fetch_add(&p->done, end - i);
             i = later, end = later_end;
         }
-        if (atomic_load(&p->done) < p->items) look_ahead(job, p, &early);
+        if (atomic_load(&p->done) < p->items) look_ahead(job, p, thread, &early);
         for (int spins = 0; atomic_load(&p->done) < p->items;)
             if (++spins > 1 << 16) sched_yield(); /* not at once: it may give away a whole time slice */
             else relax();
@@ -86,8 +104,14 @@ static Phase *add_phase(Job *job, Task *task, const void *problem, int64_t items
     int64_t alone = numbers < 1 << 14; /* too little work for a second thread */
     Phase *p = &job->phases[job->count++];
     p->task = task, p->fetch = NULL, p->problem = problem, p->items = items, p->shares = alone ? 1 : 8 * threads;
+    p->threads = threads, p->own = NULL;
     atomic_init(&p->next, 0), atomic_init(&p->done, 0);
     return p;
+}
+
+static void give_shares(Phase *p, Share *own) {
+    for (int64_t s = 0; s < p->threads; s++) atomic_init(&own[s].next, 0);
+    p->own = own;
 }
 
 /* ---- a pool of our own: its threads look for the next job for a while, then sleep ---- */
@@ -105,8 +129,9 @@ static struct {
     _Alignas(64) atomic_long inside, asleep; /* how many threads may be using `job`; how many sleep */
 } pool = {.turn = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
-static void *wait_for_jobs(void *seen_before) {
-    for (unsigned long seen = (unsigned long)(uintptr_t)seen_before;;) {
+static void *wait_for_jobs(void *seen_before_and_place) {
+    place = (int)((uintptr_t)seen_before_and_place % MAX_THREADS);
+    for (unsigned long seen = (unsigned long)((uintptr_t)seen_before_and_place / MAX_THREADS);;) {
         for (int looks = 0; looks < LOOKS && atomic_load(&pool.jobs) == seen; looks++) relax();
         if (atomic_load(&pool.jobs) == seen) {
             pthread_mutex_lock(&pool.lock);
@@ -133,10 +158,11 @@ static void forget_pool(void) { /* a forked process does not have the threads */
 static void run_in_pool(Job *job) {
     static int registered;
     pthread_mutex_lock(&pool.turn);
+    place = 0;
     if (!registered) registered = !pthread_atfork(NULL, NULL, forget_pool);
     while (pool.threads < job->threads - 1) {
         pthread_t thread;
-        void *seen = (void *)(uintptr_t)atomic_load(&pool.jobs);
+        void *seen = (void *)(uintptr_t)(atomic_load(&pool.jobs) * MAX_THREADS + (unsigned long)pool.threads + 1);
         if (pthread_create(&thread, NULL, wait_for_jobs, seen)) break;
         pthread_detach(thread);
         pool.threads++;
@@ -151,6 +177,7 @@ static void run_in_pool(Job *job) {
     work_off(job);
     atomic_store(&pool.job, NULL);
     while (atomic_load(&pool.inside)) sched_yield();
+    place = -1;
     pthread_mutex_unlock(&pool.turn);
 }
 

@@ -68,6 +68,7 @@ def experts(
     weights: ExpertWeights,
     routed: int | None = None,
     meanwhile: Callable[[], None] | None = None,
+    router: Tensor | None = None,
 ) -> Tensor:
     """The whole layer: x [T, H], [T, top_k], [T, top_k] on a GPU, weights on the CPU -> [T, H] on the GPU.
 
@@ -76,6 +77,8 @@ def experts(
     meanwhile() is called once the stream has asked the CPU, and before the stream waits for the answer: what it
     launches on the stream overlaps with the CPU's work. It is not called where there is no such gap (host functions,
     weights that are copied to the GPU).
+    router: bf16 [E, H] on the CPU, whose largest products with x are near the scores of the experts that a token gets.
+    In a graph, the CPU guesses by it what the layer before should fetch.
     """
     check()
     if _better_on_gpu(x, top_k_index.numel() if routed is None else routed, weights):
@@ -94,6 +97,8 @@ def experts(
         hidden, ids, p, result = host
         call = cpu.Call(hidden, ids, p, weights, result, workspace.empty, _threads())
         workspace.keep(call, weights)
+        if workspace.graph:
+            workspace.follow(call, weights, router if x.shape[0] == 1 else None)
         _run(call, workspace.mailbox, stream, meanwhile)
         _copy(y, result, stream)
     return y
@@ -207,6 +212,7 @@ class _Workspace:
     buffers: dict[int, Tensor] = field(default_factory=dict)
     outgrown: list[Tensor] = field(default_factory=list)  # the GPU may still use them; smaller in all than `buffers`
     calls: list[cpu.Call] = field(default_factory=list)
+    latest: cpu.Call | None = None  # of one token, in the present graph
 
     def pinned(self, i: int, like: Tensor) -> Tensor:
         """Pinned memory for `like`, the i-th of a call's tensors."""
@@ -230,10 +236,18 @@ class _Workspace:
             _do("cuGraphRetainUserObject", ctypes.c_void_p(self.graph), owner, 1, 1)  # moves our reference to the graph
         self.calls.append(call)
 
+    def follow(self, call: cpu.Call, weights: ExpertWeights, router: Tensor | None) -> None:
+        """Have the call before this one in the graph fetch what it guesses that this one needs; router: as `experts`.
+
+        They live as long as each other, because their graph keeps both."""
+        if self.latest is not None and router is not None and weights.layout is None:
+            self.latest.guess(router, weights)
+        self.latest = None if router is None else call
+
     def begin(self, graph: int) -> None:
         """The next calls are captured into this graph."""
         if graph != self.graph:
-            self.graph, self.calls = graph, [c for c in self.calls if not c.released]
+            self.graph, self.calls, self.latest = graph, [c for c in self.calls if not c.released], None
 
     @property
     def over(self) -> bool:
