@@ -58,7 +58,7 @@ int main(void) {
             worst = !(error <= worst) ? error : worst;
         }
         printf("%s: relative error %.1e\n", NAMES[path], worst);
-        bad += !(worst < 1e-5);
+        bad += !(worst < (path == 5 ? 1e-4 : 1e-5)); /* as THRESHOLDS: amx multiplies integers */
     }
     return bad != 0;
 }

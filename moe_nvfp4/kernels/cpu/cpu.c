@@ -194,10 +194,14 @@ typedef struct {
     int32_t clamp_after;
     /* filled in by measure(), add_gemm() and run() */
     void *rows;             /* x, in planes */
+    char *integers;         /* amx: of x, for experts with few tokens */
     void *leads;            /* the first tokens of experts with many, side by side */
     int32_t *hit;           /* experts with tokens */
     int64_t *padded;        /* NVFP4: where an expert's rows begin among the padded ones */
-    int64_t tile, tiles, K_steps, stride, few, few_rows, many_rows; /* rows of experts with few and with many */
+    int32_t *few_at;        /* where those of an expert with few tokens begin in `integers`, without `index` */
+    int64_t integer_stride; /* bytes of a row there */
+    int64_t tile, tiles, K_steps, stride;
+    int64_t few, few_rows, many_rows; /* up to how many tokens are few; rows of experts with few and with many */
     int64_t by_tile;        /* 0: items are ordered by expert, then by tile; else how many of hit there are, and the same
                                part of every expert belongs to neighbouring items */
     uint8_t *there;         /* mapped: for each of hit, whether each of its 2 * parts matrices is in memory */
@@ -266,6 +270,13 @@ INLINE int64_t expert_of(const int32_t *offsets, int64_t E, int64_t row) { /* E:
         if (offsets[middle + 1] <= row) low = middle + 1; else high = middle;
     }
     return low;
+}
+
+/* Where row r of x is among the integers; -1: no expert with few tokens reads it. */
+INLINE int64_t integers_at(const Gemm *g, int64_t r) {
+    if (!g->few_rows || g->index) return g->few_rows ? r : -1;
+    int64_t e = expert_of(g->offsets, g->E, r);
+    return e == g->E || g->offsets[e + 1] - g->offsets[e] > g->few ? -1 : g->few_at[e] + r - g->offsets[e];
 }
 
 /* Which group a row of an adapter belongs to; -1: nothing is added to it. */
@@ -799,7 +810,11 @@ __asm__(".symver pthread_create, pthread_create@GLIBC_2.17\n.symver pthread_deta
 #endif
 #endif
 
-/* One block of memory is kept between calls, so that the system need not provide its pages again. */
+static int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+/* One block of memory is kept between calls, so that the system need not provide its pages again. For a long prompt it
+   must be provided, soonest in huge pages. */
+enum { PAGE = 2 << 20 };
 typedef struct { int64_t size; char pad[56]; } Memory;
 static _Atomic(Memory *) kept;
 
@@ -807,12 +822,16 @@ static Memory *take(int64_t size) {
     Memory *m = atomic_exchange(&kept, NULL);
     if (m && m->size >= size) return m;
     free(m);
-    m = aligned_alloc(64, (size_t)size + sizeof(Memory));
+    int64_t unit = size < 2 * PAGE ? 64 : PAGE, bytes = whole(size + (int64_t)sizeof(Memory), unit);
+    m = aligned_alloc((size_t)unit, (size_t)bytes);
+#ifdef MADV_HUGEPAGE
+    if (m && unit == PAGE) madvise(m, (size_t)bytes, MADV_HUGEPAGE);
+#endif
     if (m) m->size = size;
     return m;
 }
 
-static void give_back(Memory *m) { free(m->size > 64 << 20 ? m : atomic_exchange(&kept, m)); }
+static void give_back(Memory *m) { free(m->size > 128 << 20 ? m : atomic_exchange(&kept, m)); }
 
 /* Sort the assignments by expert, stably. Returns 0, or -2 if an id is illegal. */
 static int64_t group(const Group *g) {
@@ -843,9 +862,11 @@ static int fits(const int32_t *offsets, int64_t E, int64_t R, const int32_t *row
     return !bad;
 }
 
-static int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
 static int64_t rows_bytes(const Gemm *g, const Path *p) { return whole(g->x_rows * g->stride * p->element, 64); }
+static int64_t integers_bytes(const Gemm *g, const Path *p) {
+    int64_t rows = g->index ? g->x_rows : MIN(g->x_rows, g->E * p->few);
+    return p->integers ? rows * g->integer_stride : 0;
+}
 static int64_t leads_bytes(const Gemm *g, const Path *p) {
     return p->weave ? whole(g->R * g->K_steps * p->element, 64) + 1024 : 0; /* a tile may begin with the last row */
 }
@@ -855,14 +876,15 @@ static void make_tiles(Gemm *g) {
     g->tiles = (g->width + g->tile - 1) / g->tile;
 }
 
-/* Computes sizes; returns the bytes for rows, leads, shares, padded, hit and there. */
+/* Computes sizes; returns the bytes for rows, integers, leads, shares, padded, hit, few_at and there. */
 static int64_t measure(Gemm *g, const Path *p) {
     g->K_steps = whole(g->K, p->step);
-    g->stride = g->K_steps * (p->element + p->integers) / p->element + 64 / p->element; /* not a power of two, or rows would compete for the same cache sets */
+    g->stride = g->K_steps + 64 / p->element; /* not a power of two, or rows would compete for the same cache sets */
+    g->integer_stride = p->integers * g->K_steps + 64;
     make_tiles(g);
     int64_t few = 4 * 4 * (g->K_steps / 16 + 32), many = TILE * K_BLOCK * p->element + CHUNK * TILE * 4;
     g->work_bytes = whole(4 * g->K_steps + few + many, 64);
-    return rows_bytes(g, p) + leads_bytes(g, p) + MAX_THREADS * (int64_t)sizeof(Share) + whole(g->E * 16, 64);
+    return rows_bytes(g, p) + integers_bytes(g, p) + leads_bytes(g, p) + MAX_THREADS * (int64_t)sizeof(Share) + whole(g->E * 20, 64);
 }
 
 /* The same for Quantize: a token that several rows are copies of is quantized once, unless experts have scales. */
@@ -878,17 +900,20 @@ static void add_gemm(Job *job, Gemm *g, const Path *p, char *memory, int64_t thr
     for (int64_t r = g->offsets[E]; r < g->R; r++)
         memset((char *)g->out + (g->target ? g->target[r] : r) * row_bytes, 0, row_bytes);
     g->rows = memory;
-    g->leads = memory + rows_bytes(g, p);
+    g->integers = memory + rows_bytes(g, p);
+    g->leads = g->integers + integers_bytes(g, p);
     Share *own = (Share *)(void *)((char *)g->leads + leads_bytes(g, p));
     g->padded = (int64_t *)(void *)(own + MAX_THREADS);
     g->hit = (int32_t *)(g->padded + E);
-    g->there = (uint8_t *)(g->hit + E);
+    g->few_at = g->hit + E;
+    g->there = (uint8_t *)(g->few_at + E);
     padded_starts(g->offsets, E, g->padded);
     g->few = p->few, g->lost = lost;
     g->few_rows = g->many_rows = 0;
     for (int64_t e = 0; e < E; e++) {
         int64_t tokens = g->offsets[e + 1] - g->offsets[e];
         if (tokens) g->hit[hits++] = (int32_t)e;
+        g->few_at[e] = (int32_t)g->few_rows;
         *(tokens > g->few ? &g->many_rows : &g->few_rows) += tokens;
     }
     if (g->parts) add_phase(job, ask_for, g, hits * g->parts * 2, hits * g->N * g->K, threads);

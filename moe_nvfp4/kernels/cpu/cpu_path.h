@@ -366,7 +366,10 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
         for (int64_t i = 0, groups = (tokens + NT - 1) / NT; i < groups; i++) {
             int64_t t0 = tokens * i / groups, nt = tokens * (i + 1) / groups - t0;
             TOKENS(nt)
-            for (int64_t t = 0; t < nt && INTEGERS; t++) x[t] += g->K_steps; /* behind the planes */
+            for (int64_t t = 0; t < nt && INTEGERS; t++) {
+                int64_t at = g->index ? g->index[first + t0 + t] : g->few_at[e] + t0 + t;
+                x[t] = (const Element *)(const void *)(g->integers + at * g->integer_stride);
+            }
             for (int64_t j = 0; j < TILE; j += NR) {
                 if (j >= full && (j < g->tile || j >= g->tile + n)) continue;
                 const uint8_t *codes[NR];
@@ -475,18 +478,18 @@ static TARGET int NAME(row)(const Gemm *g, int64_t r, float *v) {
     return 1;
 }
 
-/* Row r of x -> g->rows: the planes of each step, if experts with many tokens read them, and behind them the integers,
-   if those with few do. */
+/* Row r of x -> g->rows: the planes of each step. In amx, for experts with few tokens: integers -> g->integers. */
 static TARGET void NAME(arrange)(const void *problem, int64_t r, int64_t next, int thread) {
     (void)next;
     const Gemm *g = problem;
     Element *out = (Element *)g->rows + r * g->stride;
     float *v = (float *)(g->work + thread * g->work_bytes);
 #if INTEGERS
-    if (g->few_rows) {
+    int64_t at = integers_at(g, r);
+    if (at >= 0) {
         if (!NAME(row)(g, r, v)) return;
-        NAME(integers)(v, g->K_steps, (int8_t *)(out + g->K_steps));
-        if (!g->many_rows) return;
+        NAME(integers)(v, g->K_steps, (int8_t *)g->integers + at * g->integer_stride);
+        if (!g->many_rows || !g->index) return;
     }
 #endif
     if (g->x_type == BF16 && sizeof(Element) == 2 && g->x_width == g->K_steps) { /* without conversion */
