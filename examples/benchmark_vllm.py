@@ -228,12 +228,14 @@ def bench(
 
 
 def tokenizer(folder: Path) -> None:
-    """Write one in which each token is a word: `vllm bench serve` sends text."""
+    """Write one in which each token is a word: `vllm bench serve` sends text. One word is long, since vLLM takes
+    texts only up to the longest word's characters for each token, without the spaces between."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
+    names = ["a_long_word", *(f"w{i}" for i in range(1, vocabulary))]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
