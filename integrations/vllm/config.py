@@ -251,7 +251,7 @@ class MoeNvfp4Config(QuantizationConfig):
         from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
         from moe_nvfp4.integrations.vllm.method import DenseLinearMethod, MoeNvfp4Method
 
-        engine.complete_rope()  # before the model makes one
+        engine.complete()
         prefix = prefix.removeprefix("draft_model.")  # a draft model's prefix, which ignore lists do not have
         if isinstance(layer, ParallelLMHead):
             prefix = prefix or "lm_head"  # some of vLLM's models give no name (EXAONE, AFMoE)

@@ -214,7 +214,6 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
     if by_request:
         _refuse_by_request(layer, adapter)
     check_reloads()
-    complete_router()
     if lora is not None:
         check_adapters()
     if by_request:
@@ -241,6 +240,12 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
             f"{name}: {moe.intermediate_size} channels are not a multiple of {moe.tp_size} ranks: choose another "
             "--tensor-parallel-size, or --enable-expert-parallel"
         )
+
+
+def complete() -> None:
+    """Mend what vLLM's own kernels for CPUs (0.32) get wrong. Called before a model makes its layers."""
+    complete_router()
+    complete_rope()
 
 
 def complete_router() -> None:

@@ -62,7 +62,7 @@ def made(family, path, **options):
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "nvfp4", dtype=torch.float32)
     model.dequantize()
     model.save_pretrained(path / "dequantized")
-    engine.complete_router(), engine.complete_rope()  # as beside our experts
+    engine.complete()  # as beside our experts
     return path / "bf16", path / "nvfp4", generate(path / "dequantized")
 
 
