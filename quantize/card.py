@@ -62,7 +62,11 @@ def write_card(report: ConversionReport, source: str, folder: Path, verified: Ve
 
     card, before = folder / "README.md", report.source / "README.md"
     original = _original(before.read_text("utf-8", "replace") if before.is_file() else "")
-    data = original.data.to_dict() | {"base_model_relation": "quantized"}
+    data = original.data.to_dict()
+    data.pop("model-index", None)  # results of the original, which the Hub would show as this model's
+    if data.get("base_model_relation") != "quantized":
+        data.pop("base_model", None)  # of which the original was trained, not what this was made from
+    data["base_model_relation"] = "quantized"
     if "language" in data:
         data["language"] = _languages(data["language"])
     tags = data.get("tags") or []
@@ -70,19 +74,24 @@ def write_card(report: ConversionReport, source: str, folder: Path, verified: Ve
     data["tags"] = [*dict.fromkeys([*tags, "nvfp4", "moe"])]
     if HUB_NAME.fullmatch(source) and not Path(source).exists():
         data["base_model"] = source
+    carried = "{} NVFP4 matrices of the original, the same codes and block scales"
     rows = {
         "experts": f"{report.quantized} matrices in NVFP4, recipe `{report.recipe}`" if report.quantized else
-                   f"{report.carried} NVFP4 matrices of the original, the same codes and block scales",
+                   carried.format(report.carried - report.carried_linears),
     }  # fmt: skip
     if report.linears:
         rows["linears"] = f"{report.linears} in NVFP4, recipe `{report.recipe}`"
+    elif report.carried_linears:
+        rows["linears"] = carried.format(report.carried_linears)
+    if report.rescaled:
+        rows["shared scales"] = f"{report.rescaled} of these (gate or up) quantized again, to share a global scale"
     rows |= {
         "activations": ACTIVATIONS.get(report.activations, report.activations),
         "size": f"{readable_size(report.bytes_after)}, of {readable_size(report.bytes_before)}",
     } | {f"not quantized: `{name}`": why for name, why in report.skipped.items()}
     text = CARD.format(
-        name=report.destination.name, source=Path(source).name if Path(source).exists() else source,
-        what="experts and linears" if report.linears else "experts", version=__version__,
+        name=report.destination.name, source=Path(os.path.abspath(source)).name if Path(source).exists() else source,
+        what="experts and linears" if "linears" in rows else "experts", version=__version__,
         rows="\n".join(f"| {what} | {value} |" for what, value in rows.items()),
         cautions="".join(f"\n{line}.\n" for line in misread_by(folder)),
         errors=_errors(report.destination.name, verified),

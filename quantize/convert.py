@@ -49,6 +49,7 @@ from moe_nvfp4.quantize.files import (
 )
 from moe_nvfp4.quantize.jobs import Job
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
+from moe_nvfp4.quantize.names import PER_EXPERT
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_files, nvfp4_info, plan
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
@@ -152,6 +153,7 @@ def _report(plan: ConversionPlan, destination: Path, left_out: Mapping[str, str]
     return ConversionReport(
         checkpoint.folder, destination, plan.options.recipe,
         quantized=len(experts), fused=plan.fused, carried=len(plan.carried),
+        carried_linears=sum(PER_EXPERT.fullmatch(stem) is None for stem in plan.carried),
         copied=len(plan.copied), dequantized=len(plan.dequantized),
         activations=plan.config["quantization_config"]["moe_nvfp4"]["activations"],
         skipped={**plan.skipped, **left_out},

@@ -22,6 +22,7 @@ class ConversionReport:
     quantized: int = 0  # matrices of experts
     fused: tuple[tuple[Linear, ...], ...] = ()  # linears that were quantized; each tuple shares a global scale
     carried: int = 0  # NVFP4 matrices whose bytes were carried into another dialect
+    carried_linears: int = 0  # those of them that are no experts'
     copied: int = 0  # tensors
     dequantized: int = 0  # FP8 matrices and MXFP4 stacks that became dense
     modules: tuple[str, ...] = ()  # the experts modules that are quantized, as files name them

@@ -143,15 +143,26 @@ def test_names_and_letters_that_cannot_be_printed(folder, tmp_path, monkeypatch)
     assert "# \ufffd café\n" in (destination / "README.md").read_text("utf-8")
 
 
+RESULTS = """
+model-index:
+- name: original
+  results:
+  - task: {type: text-generation}
+    dataset: {name: MMLU, type: mmlu}
+    metrics: [{type: accuracy, value: 71.2}]
+"""
+
+
 def test_the_model_card(folder, tmp_path, capsys):
-    """The Hub's own parser finds the original's metadata and ours; the figures are those that verify prints."""
+    """The Hub's own parser finds the original's metadata and ours, but not what is true of the original alone: its base
+    and its results. The figures are those that verify prints."""
     from huggingface_hub import ModelCard
 
     source = tmp_path / "source"
     source.mkdir()
     for file in folder.iterdir():
         (source / file.name).hardlink_to(file)
-    metadata = "license: apache-2.0\ntags: [chat, moe]\nlanguage: [nn, no]"
+    metadata = "license: apache-2.0\ntags: [chat, moe]\nlanguage: [nn, no]\nbase_model: some/base\n" + RESULTS
     (source / "README.md").write_text(f"---\n{metadata}\n---\n# Original\nIts text.\n")
     run("quantize", source, tmp_path / "plain", "--exclude", "model.layers.0.*", "--recipe", "max")
     run("quantize", source, tmp_path / "checked", "--verify", "--activations", "nvfp4", "--recipe", "max")
@@ -161,6 +172,7 @@ def test_the_model_card(folder, tmp_path, capsys):
         assert card.data.license == "apache-2.0" and card.data.tags == ["chat", "moe", "nvfp4"]
         assert card.data.language == ["nn", "no"]
         assert card.data.base_model_relation == "quantized" and card.data.base_model is None, "not a name on the Hub"
+        assert card.data.eval_results is None
         assert card.text.count("Its text.") == 1
     assert "| not quantized: `model.layers.0.mlp.experts` | excluded |" in plain.text
     assert "24 matrices in NVFP4, recipe `max`" in plain.text and "W4A16" in plain.text

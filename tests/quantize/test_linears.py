@@ -503,6 +503,11 @@ def test_what_commands_print(tmp_path, capsys):
     card = (tmp_path / "b" / "README.md").read_text()
     assert "NVFP4 experts and linears" in card and "| linears | 9 in NVFP4, recipe `mse` |" in card
     assert "| `model.layers.1.self_attn.o_proj` |" in card
+    assert cli.main(["quantize", str(tmp_path / "b"), str(tmp_path / "c"), "--dialect", "compressed-tensors"]) == 0
+    carried = (tmp_path / "c" / "README.md").read_text()
+    assert "NVFP4 experts and linears" in carried and "| linears | 9 NVFP4 matrices of the original, the" in carried
+    assert f"| experts | {2 * 4 * 3} NVFP4 matrices of the original, the same codes and block scales |" in carried
+    capsys.readouterr()
     assert cli.main(["info", str(tmp_path / "b"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     files, stems = tensors(tmp_path / "b"), made(tmp_path / "b")

@@ -89,6 +89,7 @@ def test_separate_scales_are_repaired(dialect, tmp_path, capsys):
         assert "10 experts have different global scales" in said and f"quantize {source} DST --share-scales" in said
     there = tmp_path / "there"
     assert cli.main(["quantize", str(source), str(there), "--share-scales", "--dialect", dialect]) == 0
+    assert "| shared scales | 10 of these (gate or up) quantized again, to share" in (there / "README.md").read_text()
     said = capsys.readouterr().out
     relative = float(re.search(r" 10 of the carried matrices .* relative error of (0\.\d+)", said)[1])
     assert both_read(there, tmp_path, dialect) < 1e-5
