@@ -250,9 +250,44 @@ def test_chat_answers_the_whole_conversation(room, talkative, request, monkeypat
     assert talk.ask("Hi there") == said[0]
 
 
+@pytest.mark.parametrize("how", ["stopped", "rewritten"])
+def test_keys_and_values_of_another_text_are_not_used(how, talkative):
+    """Those of an answer that was stopped; those of turns that the template writes differently later, as where it
+    leaves out what a model thought."""
+    from transformers import AutoTokenizer
+
+    from moe_nvfp4.cli.chat import Talk
+    from moe_nvfp4.integrations.huggingface import swap_experts
+
+    model = swap_experts(make(qwen3_moe, torch.float32), recipe="max").eval()
+    model.generation_config.eos_token_id = None
+    tokenizer = AutoTokenizer.from_pretrained(talkative)
+    if how == "rewritten":
+        later = "'zebras' if m['role'] == 'assistant' else m['content']"
+        tokenizer.chat_template = CHAT.replace("m['content']", later)
+    talk = Talk(model, tokenizer, None, 0.0, 6)
+    before = talk.ask("Hi there")
+    if how == "stopped":
+        steps = []
+
+        def stop(*_):
+            steps.append(1)
+            if len(steps) == 4:
+                raise KeyboardInterrupt
+
+        hook = model.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            talk.ask("more")
+        hook.remove()
+    before = "zebras" if how == "rewritten" else before
+    inputs = tokenizer(f"u:Hi there;a:{before};u:more;a:", return_tensors="pt")
+    new = model.generate(**inputs, do_sample=False, max_new_tokens=6, use_cache=False)
+    assert talk.ask("more") == tokenizer.decode(new[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("setting", [
-    dict(cache_implementation="static"), dict(use_cache=False), dict(num_beams=3),
+    dict(cache_implementation="static"), dict(use_cache=False), dict(num_beams=3), dict(num_return_sequences=3),
     dict(stop_strings=["a string that never comes"]),
 ], ids=str)  # fmt: skip
 def test_chat_with_settings_of_the_models_own(setting, talkative, monkeypatch):
