@@ -250,6 +250,19 @@ def test_chat_answers_the_whole_conversation(room, talkative, request, monkeypat
     assert talk.ask("Hi there") == said[0]
 
 
+def test_the_temperature_is_the_one_that_was_asked_for(talkative):
+    """At almost none, what is drawn is the likeliest; at a high one, it seldom is."""
+    from transformers import AutoTokenizer
+
+    model, tokenizer = make(qwen3_moe, torch.float32), AutoTokenizer.from_pretrained(talkative)
+    inputs = answers.encode(tokenizer, "Hi there")
+    model.generation_config.eos_token_id = None
+    first = lambda temperature: answers.answer(model, tokenizer, inputs, temperature, 1, show=False).ids[-1].item()
+    likeliest = first(0.0)
+    assert {first(1e-4) for _ in range(20)} == {likeliest}
+    assert sum(first(50.0) == likeliest for _ in range(20)) < 5
+
+
 @pytest.mark.parametrize("how", ["stopped", "rewritten"])
 def test_keys_and_values_of_another_text_are_not_used(how, talkative):
     """Those of an answer that was stopped; those of turns that the template writes differently later, as where it
@@ -287,12 +300,12 @@ def test_keys_and_values_of_another_text_are_not_used(how, talkative):
 
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("setting", [
-    dict(cache_implementation="static"), dict(use_cache=False), dict(num_beams=3), dict(num_return_sequences=3),
-    dict(stop_strings=["a string that never comes"]),
+    dict(cache_implementation="static"), dict(use_cache=False), dict(do_sample=True, temperature=9.0),
+    dict(num_beams=3), dict(do_sample=True, num_return_sequences=3), dict(stop_strings=["a string that never comes"]),
 ], ids=str)  # fmt: skip
 def test_chat_with_settings_of_the_models_own(setting, talkative, monkeypatch):
-    """What generation_config.json says of caches, beams and ends: the second answer still follows from the whole
-    conversation."""
+    """What generation_config.json says of caches, sampling, beams and ends: the second answer still follows from the
+    whole conversation."""
     from transformers import AutoTokenizer
 
     from moe_nvfp4.cli.chat import Talk
