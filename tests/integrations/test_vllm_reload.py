@@ -121,6 +121,24 @@ def test_as_after_a_fresh_start(dense, tmp_path, form):
     llm.llm_engine.engine_core.shutdown()
 
 
+def test_after_a_start_without_files(dense, tmp_path):
+    """As a trainer's server, whose first weights are random: those that come are checked as any."""
+    convert_checkpoint(dense / "one", tmp_path / "one", Options(linears="attention"), progress=False)
+    answers = []
+    for options in ({}, {"load_format": "dummy"}):
+        llm = engine(tmp_path / "one", **options)
+        answers.append(ask(llm))
+        if options:
+            assert answers[1] != answers[0]
+            files = by_layer(tmp_path / "one")
+            load_again(llm, weights_iterator=iter(files))
+            assert ask(llm) == answers[0]
+            some = [item for item in files if not item[0].endswith("layers.1.mlp.experts.3.up_proj.weight_scale")]
+            with pytest.raises(ValueError, match=r"up_proj\.weight_scale of expert 3 .* did not come"):
+                load_again(llm, weights_iterator=iter(some))
+        llm.llm_engine.engine_core.shutdown()
+
+
 def test_two_ranks(dense, tmp_path):
     """Each loads its channels again, or its experts: the answers of one rank with the new weights."""
     for name in NAMES:
