@@ -153,7 +153,7 @@ model-index:
 """
 
 
-def test_the_model_card(folder, tmp_path, capsys):
+def test_the_model_card(folder, tmp_path, monkeypatch, capsys):
     """The Hub's own parser finds the original's metadata and ours, but not what is true of the original alone: its base
     and its results. The figures are those that verify prints."""
     from huggingface_hub import ModelCard
@@ -186,6 +186,19 @@ def test_the_model_card(folder, tmp_path, capsys):
             float(snr), abs=0.1
         )
     assert "W4A4" in checked.text
+    size = sum(tensor.nbytes for tensor in tensors(tmp_path / "plain").values())
+    before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert f"| size | {size / 1000:.1f} KB, of {before / 1000:.1f} KB |" in plain.text
+    # a folder whose path looks like a name on the Hub
+    (tmp_path / "some").mkdir()
+    source.rename(tmp_path / "some" / "model")
+    monkeypatch.chdir(tmp_path)
+    options = ["--recipe", "max", "--linears", "attention", "--activations", "nvfp4_four_over_six"]
+    run("quantize", "some/model", tmp_path / "third", *options)
+    card = ModelCard.load(tmp_path / "third" / "README.md")
+    assert card.data.base_model is None and "\nmodel with NVFP4 experts and linears, made by" in card.text
+    assert "| linears | 8 in NVFP4, recipe `max` |" in card.text
+    assert "| activations | NVFP4 (W4A4), blocks by four-over-six |" in card.text
     # a carried folder keeps its activations; a card with unreadable metadata becomes part of the new text
     for i, content in enumerate((b"\xff\xfe", b"---\n: : :\n---\nIts text.", b"---\n- a\n---\nIts text.")):
         (tmp_path / "checked" / "README.md").write_bytes(content)
