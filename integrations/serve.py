@@ -47,7 +47,7 @@ def serve_command(
         # `vllm serve` reads the metadata of a package named "vllm", which CPU builds do not have
         server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         names = [option.partition("=")[0].replace("_", "-") for option in options]  # as vLLM reads them
-        if own := [name for name in names if name in ("--model", "--quantization", "-q")]:
+        if own := [name for name in names if name in ("--model", "--quantization") or name.startswith("-q")]:
             raise ValueError(
                 f"{own[0]}: moe-nvfp4 serve gives --model and --quantization itself, and vLLM would take yours in "
                 "their place: leave it out, or run vllm serve"

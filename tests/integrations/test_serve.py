@@ -46,6 +46,12 @@ def yaml_file(folder, text):
     return str(folder / "options.yaml")
 
 
+READS_FP8 = """
+from transformers.quantizers.auto import AutoQuantizationConfig
+print(type(AutoQuantizationConfig.from_dict({"quant_method": "fp8", "weight_block_size": [128, 128]})).__name__)
+"""
+
+
 @pytest.mark.slow
 def test_else_transformers_which_reads_nvfp4_folders(monkeypatch, tmp_path):
     """Our import precedes its command line, so that its loader finds our reader. What is in the current folder is not
@@ -57,6 +63,9 @@ def test_else_transformers_which_reads_nvfp4_folders(monkeypatch, tmp_path):
     assert command[4:] == ["serve", str(tmp_path / "nvfp4"), "--port", "1"]
     with pytest.raises(ValueError, match="not an NVFP4 checkpoint.*moe-nvfp4 quantize .*bf16 DST.*install vLLM"):
         serve.serve_command(str(bf16))
+    code = command[3].partition("from transformers.cli")[0] + READS_FP8
+    found = subprocess.run([*command[:3], code], capture_output=True, text=True, cwd=tmp_path)
+    assert found.stdout == "MoeNvfp4Config\n", found.stderr
     if importlib.util.find_spec("typer") is None:
         pytest.skip("the command line of transformers needs typer")
     command[command.index("serve") + 1 :] = ["--help"]
@@ -95,6 +104,7 @@ def test_options_after_the_model_are_the_engines(monkeypatch, capsys):
     assert ran[0][-3:] == ["--port", "1", "--enforce-eager"]
     for options, text in [
         (["--engine", "transformers"], "--engine must stand before MODEL"),
+        (["-qfp8"], "-qfp8: moe-nvfp4 serve gives --model and --quantization itself"),
         (["-q", "fp8"], "-q: moe-nvfp4 serve gives --model and --quantization itself"),
         (["--quantization=fp8"], "--quantization: moe-nvfp4 serve gives"),
         (["--port", "1", "--model", "another"], "--model: moe-nvfp4 serve gives"),
