@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers
 
-from moe_nvfp4 import cli, ready
-from moe_nvfp4.backends import Gpu
+from moe_nvfp4 import NVFP4Experts, cli, ready
+from moe_nvfp4.backends import PACKAGES, Device, Gpu
 from moe_nvfp4.cli.known import ARCHS
 from moe_nvfp4.kernels.calls import kernels_of
 from moe_nvfp4.linear import NVFP4Linear
@@ -66,6 +66,30 @@ def test_what_one_gpu_of_several_has(compiled):
 def test_an_uneven_share_is_an_error(compiled, capsys):
     assert cli.main(["compile", "openai/gpt-oss-20b", "--arch", "sm_80", "--tensor-parallel", "7"]) == 2
     assert "2880 channels cannot be split evenly over 7 GPUs" in capsys.readouterr().err and not compiled
+
+
+def test_what_is_compiled_for_experts(monkeypatch):
+    """Where kernels read an expert_map, calls with one besides those without; stages, where the model's own operations
+    are between them; the kernels that MOE_NVFP4_BACKEND names."""
+    made = []
+    monkeypatch.setattr(ready, "compile_ahead", lambda calls, gpu: made.extend(calls) or 7)
+    monkeypatch.setattr(Device, "of", lambda device: Device(device.type, packages=frozenset(PACKAGES)))
+    monkeypatch.delenv("MOE_NVFP4_BACKEND", raising=False)
+
+    def found(capability, expert_map, norm=None):
+        made.clear()
+        layer = NVFP4Experts(8, 256, 128, device="meta")
+        layer.post_expert_norm = norm
+        assert ready.compile_for(layer, Gpu(capability, 132), 2, expert_map=expert_map) == 7
+        assert {call.top_k for _, call in made} == {2}
+        return sorted((backend.name, call.expert_map, call.fused) for backend, call in made)
+
+    assert found((9, 0), False) == [("sm90", False, True)]
+    assert found((9, 0), True) == [("sm90", False, True), ("sm90", True, True)]
+    assert found((10, 0), True) == [("sm100", False, True)]
+    assert found((9, 0), False, torch.nn.Identity()) == [("sm90", False, False)]
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "portable")
+    assert found((9, 0), True) == [("portable", False, True)]
 
 
 def of_a_model(tmp_path, dtype):

@@ -593,6 +593,17 @@ def test_kernels_for_copied_weights_are_compiled_ahead(monkeypatch):
     assert call.weights == Call.of(layers[1].weights, torch.bfloat16, 2).weights
     assert ready.prepare(layers[1], 2) == ready.prepare(layers[1], 2, beside=torch.device("cuda", 1)) == 0
     assert ready.prepare(layers[1], None, beside=gpu) == 0
+    compiled.clear()
+    assert ready.prepare(layers[1], 2, beside=gpu, adapters=(5, 3), expert_map=True) == 1
+    [([(_, call)], _)] = compiled
+    assert call.adapters == (8, 3) and call.expert_map and call.fused
+    layers[1].post_expert_norm = torch.nn.Identity()
+    assert ready.prepare(layers[1], 2, beside=gpu) == 1 and not compiled[-1][0][0][1].fused
+    monkeypatch.setenv("MOE_NVFP4_COMPILE", "lazy")
+    assert ready.prepare(layers[1], 2, beside=gpu) == 0
+    monkeypatch.setenv("MOE_NVFP4_COMPILE", "later")
+    with pytest.raises(ValueError, match="MOE_NVFP4_COMPILE=later is unknown: ahead or lazy"):
+        ready.prepare(layers[1], 2)
 
 
 @needs_library
