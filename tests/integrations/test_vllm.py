@@ -659,6 +659,7 @@ ALL = SimpleNamespace(target_modules=None)
         ),
         (dict(lora=SimpleNamespace(target_modules=["a.experts"]), dp_size=2), "tokens of several ranks.*--tensor-par"),
         (dict(lora=ALL, is_sequence_parallel=True), "tokens of several ranks"),
+        (dict(lora=ALL, pcp_size=2), "tokens of several ranks"),
         (dict(lora=ALL, dbo=True), "--enable-dbo: leave it out"),
         (dict(fused=1), "shared experts fused"),
         (dict(on_input=True), "router weights on the input, with 2"),

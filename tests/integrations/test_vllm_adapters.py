@@ -265,7 +265,7 @@ def test_each_request_chooses(model, nvfp4, by_peft, tmp_path, monkeypatch):
     llm = engine(nvfp4, max_loras=2, max_cpu_loras=3, **ON_EXPERTS)
     choose = lambda names: ask(llm, adapters=[name and model / name for name in names])
     for names in (
-        ["both", None, "more", "both", None, "more", "more", "both"],
+        [None, "both", "more", "both", None, "more", "more", "both"],
         [None] * 8,
         ["down", "both", "more", "both single", "down", "both", "more", "both single"],
         ["attention", "both", "attention", "more", "attention", "both single", "attention", "attention"],
