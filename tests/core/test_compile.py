@@ -7,8 +7,10 @@ import transformers
 from moe_nvfp4 import NVFP4Experts, cli, ready
 from moe_nvfp4.backends import PACKAGES, Device, Gpu
 from moe_nvfp4.cli.known import ARCHS
+from moe_nvfp4.integrations.huggingface.ready import experts_per_token, prepare_model
 from moe_nvfp4.kernels.calls import kernels_of
 from moe_nvfp4.linear import NVFP4Linear
+from tests.models import qwen3_moe
 
 # Models whose sizes are the defaults of transformers' config classes.
 DEFAULTS = {
@@ -66,6 +68,22 @@ def test_what_one_gpu_of_several_has(compiled):
 def test_an_uneven_share_is_an_error(compiled, capsys):
     assert cli.main(["compile", "openai/gpt-oss-20b", "--arch", "sm_80", "--tensor-parallel", "7"]) == 2
     assert "2880 channels cannot be split evenly over 7 GPUs" in capsys.readouterr().err and not compiled
+
+
+def test_experts_per_token():
+    """Those of the text model inside of another, and of layers that differ."""
+    vision = transformers.Qwen3VLMoeConfig(text_config={"num_experts_per_tok": 3})
+    layers = transformers.PretrainedConfig(num_experts_per_tok=[2, 4, 0, 4])
+    assert [experts_per_token(config) for config in (vision, layers, None)] == [{3}, {2, 4}, set()]
+
+
+def test_what_a_model_of_transformers_is_prepared_for(monkeypatch):
+    """Its number of experts per token and its dtype; without them linears at least, in bf16."""
+    asked = []
+    monkeypatch.setattr(ready, "prepare", lambda model, *how: asked.append(how))
+    prepare_model(qwen3_moe().half())
+    prepare_model(torch.nn.Linear(2, 2))
+    assert asked == [(2, torch.float16), (None, torch.bfloat16)]
 
 
 def test_what_is_compiled_for_experts(monkeypatch):

@@ -151,6 +151,9 @@ def test_new_weights_of_another_form_are_refused():
         with pytest.raises(NotImplementedError, match=r"layer: .*\(down_proj_input_scale, up_proj_input_scale\)"):
             refresh(here, new, "layer")
     assert all(torch.equal(p, before[name]) for name, p in static.named_parameters())
+    for other in (torch.nn.Linear(4, 4).bfloat16(), torch.nn.Linear(4, 1)):  # copies of which torch would make
+        with pytest.raises(NotImplementedError, match=r"layer: .*weight\)"):
+            refresh(torch.nn.Linear(4, 4), other, "layer")
     new = made(0.25)
     places = [p.data_ptr() for p in static.parameters()]
     refresh(static, new, "layer")

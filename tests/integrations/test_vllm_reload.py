@@ -1,6 +1,7 @@
 """Weights that are loaded again in a running vLLM: the same bits, at the same addresses, as after a fresh start."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,3 +238,20 @@ def test_what_is_refused(dense, tmp_path, monkeypatch):
     with pytest.raises(NotImplementedError, match="failed before, in part: start the server again"):
         load_again(llm, weights_path=str(path))
     llm.llm_engine.engine_core.shutdown()
+
+
+def test_files_that_are_converted_are_not_loaded_again():
+    """vLLM's loader would hand over what they hold, FP8 or MXFP4."""
+    from moe_nvfp4.integrations.vllm import NAME
+    from moe_nvfp4.integrations.vllm import engine as internals
+
+    config = SimpleNamespace(get_name=lambda: NAME, converted=object(), form="FP8", info=None)
+    runner, seen = SimpleNamespace(vllm_config=SimpleNamespace(quant_config=config)), []
+    reload = internals._checking(lambda self, iterator, *rest: seen.append(list(iterator)))
+    with pytest.raises(
+        NotImplementedError, match="the files were FP8, which is converted once, when the server starts"
+    ):
+        reload(runner, weights_path="somewhere")
+    item = "model.norm.weight", torch.ones(3)
+    reload(runner, weights_iterator=iter([item]))
+    assert seen == [[item]]
