@@ -137,6 +137,9 @@ def test_variables_that_nothing_reads_are_said():
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(ValueError, match="BACKEND=hopper is unknown: the backends are sm90, sm100, .*reference"):
         explain(problem(), GPUS["H200"], forced="hopper")
+    for forced in (None, "sm90", "reference"):
+        with pytest.raises(ValueError, match="activations.*'int4'"):
+            explain(problem(activations="int4"), GPUS["H200"], forced)
 
 
 class Nothing(Backend):
@@ -195,6 +198,26 @@ def test_a_compiled_call_chooses_by_the_problem(gpu):
         assert compiled(torch.zeros(1), p) == len("nothing")
     with pytest.warns(UserWarning, match="run as plain torch"):
         assert compiled(torch.zeros(1), problem()) == len("reference")
+
+
+@pytest.mark.slow
+def test_a_compiled_call_asks_what_an_eager_one_asks(gpu):
+    """Every field reaches the backend, and its layout comes back."""
+    seen = []
+
+    class Packed(Nothing):
+        layout = "another"
+
+        def unsupported(self, device, problem):
+            seen.append(problem)
+
+    asked = Problem("experts", 3, 48, 32, "raw", "nvfp4", torch.float16, fused=False)
+    with backends.registered(Packed()):
+        assert backends.selected_now(asked, torch.device("cpu")) == ("nothing", "another")
+        choose = torch.compile(lambda x: x + len(backends.selected(asked, x.device).layout), backend="eager")
+        backends.forget()
+        assert choose(torch.zeros(1)) == len("another")
+    assert seen == [asked, asked]
 
 
 def test_choices_follow_the_module_and_the_variable(gpu, monkeypatch):
@@ -269,6 +292,14 @@ def test_report(monkeypatch):
     assert sorted(name for row in cpu for name in row.runs) == [
         "experts W4A16", "experts W4A4", "linears W4A16", "linears W4A4"
     ]  # fmt: skip
+
+
+def test_the_report_of_a_forced_backend(gpu, monkeypatch):
+    """What it can run, and why not the rest, which would end in an error."""
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", "nothing")
+    nothing = backends.report()[0]
+    assert nothing.runs == ("experts W4A4", "linears W4A4")
+    assert nothing.reason == "is waiting for the next release: use activations='nvfp4'"
 
 
 @pytest.mark.parametrize("at_once", [1, 1000, 1 << 26])  # one expert at a time, two, all
