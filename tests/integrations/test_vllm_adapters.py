@@ -294,6 +294,17 @@ def test_each_request_chooses(model, nvfp4, by_peft, tmp_path, monkeypatch):
     llm.llm_engine.remove_lora(number)
     llm.llm_engine.add_lora(lora(model / "more", number))
     same(choose(["both"] * 8), by_peft(["more"] * 8))
+    same(choose([None] * 8), by_peft([None] * 8))
+
+    def in_use(worker, kind):  # after vLLM has told for which part of a model the next tokens have an adapter
+        from vllm.lora.layers import LoRAMapping, LoRAMappingType
+
+        manager = worker.model_runner.lora_manager._adapter_manager
+        manager._set_adapter_mapping(LoRAMapping((number,), (number,), type=getattr(LoRAMappingType, kind)))
+        return {module.in_use for module in manager.experts.values()}
+
+    found = [llm.collective_rpc(in_use, args=(kind,)) for kind in ("TOWER", "LANGUAGE")]
+    assert found == [[{False}], [{True}]]
     llm.llm_engine.engine_core.shutdown()
 
 
