@@ -283,6 +283,19 @@ def test_other_formats_become_nvfp4_while_they_load(tmp_path):
         start(path / "source", quantization="moe_nvfp4")
 
 
+@pytest.mark.parametrize("form", ["bf16", "FP8"])
+def test_options_of_files_that_become_nvfp4(form, folders, tmp_path):
+    """Recipe, excluded experts and activations: as of the folder that quantize writes with the same ones."""
+    source, load = folders / "bf16", {"quantization": "moe_nvfp4"}
+    if form == "FP8":
+        source = folder(tmp_path, tiny(4), "source")
+        fp8_blocks(source)
+        load["load_format"] = "moe_nvfp4"
+    options = {"recipe": "max", "exclude": ["model.layers.0.*"], "activations": "nvfp4"}
+    convert_checkpoint(source, tmp_path / "nvfp4", Options(**options), progress=False)
+    same(generate(source, hf_overrides={"moe_nvfp4": options}, **load), generate(tmp_path / "nvfp4"), 1e-5)
+
+
 def mxfp4_stacks(path):
     """Make the experts of a gpt-oss folder MXFP4, of random numbers."""
     files = tensors(path)
@@ -549,6 +562,22 @@ def test_options_without_an_effect_are_refused(monkeypatch):
     load([], [])  # a dense layer that drafts for a mixture of experts
     with pytest.raises(ValueError, match="--quantization moe_nvfp4: this model has no experts"):
         load([], [], dense=True)
+
+
+def test_an_adapter_of_experts_that_stay_dense_is_refused():
+    """vLLM would run them without it."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    config = Config().choose({"exclude": ["*.layers.0.*"]})
+    config.adapter = SimpleNamespace(changes=lambda module: ".1." not in module)
+    for layer in (0, 2):
+        config.exclude = [f"*.layers.{layer}.*"]
+        with pytest.raises(
+            NotImplementedError, match=rf"layers\.{layer}\.mlp\.experts is not 4-bit here, and the adapt"
+        ):
+            config.get_quant_method(object.__new__(RoutedExperts), f"model.layers.{layer}.mlp.experts")
+    config.exclude = ["*.layers.1.*"]
+    assert config.get_quant_method(object.__new__(RoutedExperts), "model.layers.1.mlp.experts") is None
 
 
 def test_fused_names_are_ignored_with_their_parts():

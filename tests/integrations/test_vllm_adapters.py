@@ -253,6 +253,17 @@ def test_answers(model, nvfp4, by_peft, tmp_path):
             same(one, forms[form][1])
 
 
+def test_an_adapter_of_a_deeper_model_is_refused(model, nvfp4):
+    from transformers import AutoConfig
+
+    from moe_nvfp4.integrations.vllm.config import MoeNvfp4Config
+
+    shallow = AutoConfig.from_pretrained(model / "bf16", num_hidden_layers=1)
+    config = MoeNvfp4Config().choose({"adapter": str(model / "both")})
+    with pytest.raises(ValueError, match="changes layer 1, and the model has 1 layers"):
+        config.maybe_update_config(str(model / "bf16"), shallow)
+
+
 def test_each_request_chooses(model, nvfp4, by_peft, tmp_path, monkeypatch):
     """Several adapters and none in one batch; more adapters than slots; one with linears; another under the number of
     one before; and adapters that do not fit are refused by name, without harm to others."""
