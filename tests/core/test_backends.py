@@ -294,6 +294,19 @@ def test_report(monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("reason", "forced", "runs"), [(None, "", True), ("gave wrong results", "", False), (None, "reference", False)]
+)
+def test_routers_run_on_kernels_that_are_right(reason, forced, runs, monkeypatch):
+    monkeypatch.setattr(type(named("portable")), "unavailable", lambda self, device: None)
+    monkeypatch.setattr(backends.proof, "objection", lambda backend, problem, device: reason)
+    monkeypatch.setenv("MOE_NVFP4_BACKEND", forced)
+    backends.forget()
+    assert backends.has_router(torch.device("cpu")) is runs
+    monkeypatch.undo()
+    backends.forget()
+
+
 def test_the_report_of_a_forced_backend(gpu, monkeypatch):
     """What it can run, and why not the rest, which would end in an error."""
     monkeypatch.setenv("MOE_NVFP4_BACKEND", "nothing")
