@@ -208,6 +208,21 @@ def test_the_model_card(folder, tmp_path, monkeypatch, capsys):
         assert content.decode(errors="replace") in card.text
 
 
+def test_the_card_names_what_the_hub_has(folder, tmp_path):
+    """A name on the Hub is the base, also of what is made from that folder."""
+    from huggingface_hub import ModelCard
+
+    from moe_nvfp4.quantize.convert import convert_checkpoint
+    from moe_nvfp4.quantize.options import Options
+
+    convert_checkpoint(folder, tmp_path / "made", Options("max"), progress=False, card="some/model")
+    run("quantize", tmp_path / "made", tmp_path / "carried", "--dialect", "compressed-tensors")
+    for name, title in (("made", "some/model"), ("carried", "made")):
+        card = ModelCard.load(tmp_path / name / "README.md")
+        assert (card.data.base_model, card.data.base_model_relation) == ("some/model", "quantized")
+        assert f"\n{title} with NVFP4 experts, made by moe-nvfp4" in card.text
+
+
 @pytest.mark.parametrize("recipe", ["max", "gptq"])
 def test_the_card_appears_with_the_folder(recipe, folder, tmp_path, monkeypatch):
     """A run that is killed as soon as DST is there leaves its card, and not the source's own."""
