@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.quantize.files import Checkpoint, expert_counts
@@ -162,9 +162,11 @@ class ModelTensors:
         for converter in self._converters:
             yield from (target.replace("\\", "").lstrip(".") for target in converter._original_target_patterns)
 
-    def reached(self, names: Iterable[str]) -> set[str]:
-        """The tensors of the model that a file's tensors `names` fill."""
-        return {place for name in names for place in self._all_places(*self.place(name))}
+    def reached(self, names: Iterable[str], converted: Collection[str] = ()) -> set[str]:
+        """The model's tensors that a file's tensors `names` fill; those of `converted` through a converter only."""
+        places = map(self.place, names)
+        right = ((target, pattern) for target, pattern in places if pattern is not None or target not in converted)
+        return {place for found in right for place in self._all_places(*found)}
 
     def ignores(self, name: str) -> bool:
         """Whether the model ignores the tensor `name` of the files on purpose."""
@@ -207,7 +209,7 @@ class ModelTensors:
                 surplus.append(name)
         for module, found in experts.items():
             covered |= self._check_experts(module, found, covered)
-        if missing := list(self._missing(covered)):
+        if missing := list(self.missing(covered)):
             listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             count = f"{len(missing)} of the {len(self.shapes)} tensors of {self.name}"
             why = (
@@ -222,8 +224,9 @@ class ModelTensors:
             raise ValueError(f"the files lack {count}, which would be random numbers: {listed}. {why}")
         return surplus
 
-    def _missing(self, covered: set[str]) -> Iterator[str]:
-        here = {id(self.state[name]) for name in covered}  # modules may share parameters
+    def missing(self, covered: set[str]) -> Iterator[str]:
+        """The tensors of the model that must be in files, without those of `covered` and what is tied to them."""
+        here = {id(self.state[name]) for name in self.state.keys() & covered}  # modules may share parameters
         for name, tensor in self.state.items():
             tied = any(name in pair and not covered.isdisjoint(pair) for pair in self.tied.items())
             optional = name in self._new or any(p.search(name) for p in self._optional)

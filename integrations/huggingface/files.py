@@ -132,13 +132,22 @@ def read_layout(
     return found
 
 
-def check_reached(source: Checkpoint, model: nn.Module, conversions: list, parameters: Iterable[str]) -> None:
-    """ValueError if `conversions` fill one of `parameters` from no tensor: transformers would initialize it."""
-    tensors = (name for name in source.tensors if not OTHER_EXPERT.search(name))
-    if missing := sorted(set(parameters) - ModelTensors(model, conversions).reached(tensors)):
+def check_reached(
+    source: Checkpoint, model: nn.Module, conversions: list, made: Collection[str], converted: Collection[str]
+) -> None:
+    """ValueError if `conversions` fill a tensor of `model` from no tensor of the files: transformers would initialize
+    it, or leave what is in memory.
+
+    made       tensors that come with others
+    converted  tensors that a converter must make: as they are in the files, they would be wrong numbers
+    """
+    names = ModelTensors(model, conversions)
+    reached = names.reached((name for name in source.tensors if not OTHER_EXPERT.search(name)), converted)
+    if missing := sorted(set(names.missing(reached)).difference(made)):
         raise ValueError(
             f"nothing in the checkpoint gives {missing[0]}: its tensors are named in a way that is not known for "
-            f"{type(model).__name__}; use the original checkpoint, or the tool that wrote this one"
+            f"{type(model).__name__}, or key_mapping renames them to something else; use the original checkpoint, or "
+            "the tool that wrote this one"
         )
 
 

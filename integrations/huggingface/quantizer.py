@@ -302,9 +302,15 @@ class MoeNvfp4Quantizer(HfQuantizer):
         conversions = [self.linears, *conversions] if self.linears else conversions
         if self._plan.coming is not None:
             self._of_source = UnwrittenConverter(self._plan.coming, model, conversions, self._plan.dtypes)
-        names = {f"{m}.{p}" for m, e in self.conversions.experts.items() for p in self._read(e)}
-        names |= {f"{m}.{p}" for m in self.conversions.singles for p, _ in model.get_submodule(m).named_parameters()}
-        check_reached(source, model, conversions, names)
+        made, converted = set[str](), set[str]()
+        for name, experts in self.conversions.experts.items() if not self.four_bit else ():
+            made |= {f"{name}.{key}" for key in experts._parameters if key.endswith(("_sf", "_scale"))}
+            bias = [f"{experts.up_name}_bias"] if experts.layout.interleaved else []
+            converted |= {f"{name}.{key}" for key in (experts.up_name, "down_proj", *bias)}
+        for name in self.linears.nvfp4 if self.linears else ():
+            made |= {f"{name}.{key}" for key in model.get_submodule(name)._parameters if key not in ("weight", "bias")}
+            converted.add(f"{name}.weight")
+        check_reached(source, model, conversions, made, converted)
         if self.quantization_config.map_files:
             self._leave_in_files(conversions)
         return conversions if self._of_source is None else [self._of_source, *conversions]
@@ -340,10 +346,6 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """The number of layers whose experts stay on the CPU."""
         memory = torch.cuda.mem_get_info(self._gpu)[0] if self._gpu is not None and layers == "auto" else None
         return layers_on_cpu(model, layers, memory=memory)
-
-    def _read(self, experts: HFExperts) -> Iterable[str]:
-        """The names of the parameters of `experts` that come from files: of dense files, scales do not."""
-        return experts._parameters if self.four_bit else (experts.up_name, "down_proj")
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         module, _, name = param_name.rpartition(".")

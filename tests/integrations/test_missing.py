@@ -224,6 +224,27 @@ def test_parameters_that_no_converter_reaches_are_named(tmp_path, monkeypatch):
         load(folder)
 
 
+@pytest.mark.parametrize("lost, to, first", [
+    ("layers.1.mlp.gate", "layers.0.mlp.gate", "model.layers.1.mlp.gate.weight"),
+    ("layers.1.self_attn.q_proj", "of.another.model", "model.layers.1.self_attn.q_proj.weight"),
+    ("layers.1.mlp.experts", "of.another.model", f"{ONE}.down_proj"),
+])  # fmt: skip
+def test_key_mapping_to_other_names(lost, to, first, tmp_path):
+    """What was in memory would be the weights."""
+    packed, _ = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k))
+    with pytest.raises(ValueError, match=f"nothing in the checkpoint gives {first}.* key_mapping renames them"):
+        load(packed, key_mapping={re.escape(lost): to})
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj", "gate_up_proj_bias"])
+def test_key_mapping_past_the_converters(name, tmp_path):
+    """transformers loads a tensor under its own name where its new one is not the model's: dense weights in the place
+    of codes, and biases that are not in order."""
+    with pytest.raises(ValueError, match=f"nothing in the checkpoint gives {ONE}.{name}: "):
+        load(folder(tmp_path, gpt_oss), quantization_config=MoeNvfp4Config(),
+             key_mapping={rf"layers\.1\.mlp\.experts\.{name}$": "of.another.model"})  # fmt: skip
+
+
 def test_linears_lack_their_bias_or_their_dense_twin(tmp_path):
     folder, _ = quantized(tmp_path, qwen2_moe, "modelopt", lambda k: is_expert(k) or is_linear(k))
     whole = tensors(folder)
