@@ -10,7 +10,7 @@ beyond the calibrated range saturate, so the prompts should resemble those of la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
@@ -33,23 +33,28 @@ class Observer:
 
 
 def observe(
-    layers: Mapping[str, NVFP4Experts | NVFP4Linear], run: Callable[[], object]
+    layers: Mapping[str, NVFP4Experts | NVFP4Linear],
+    run: Callable[[], object],
+    others: Iterable[NVFP4Experts | NVFP4Linear] = (),
 ) -> dict[str, tuple[Tensor, ...]]:
     """Scales of `layers`, from what they see while `run()` runs: name -> (scale of x, scale of h), fp32 0-d; for a
     linear (scale of x,).
 
-    Meanwhile the layers run in W4A16, so that the rounding of activations does not change their range.
+    Meanwhile the layers, and `others` of the model, run in W4A16, so that the rounding of activations does not change
+    their range.
     ValueError for a layer that no row reached, or whose rows have NaN or Inf.
     """
     observers = {name: Observer(layer) for name, layer in layers.items()}
-    before = {name: layer.activations for name, layer in layers.items()}
+    before = {layer: layer.activations for layer in (*layers.values(), *others)}
     try:
         for name, layer in layers.items():
-            layer.observer, layer.activations = observers[name], "bf16"
+            layer.observer = observers[name]
+        for layer in before:
+            layer.activations = "bf16"
         run()
     finally:
-        for name, layer in layers.items():
-            layer.observer, layer.activations = None, before[name]
+        for layer, activations in before.items():
+            layer.observer, layer.activations = None, activations
     return {name: tuple(_scale(name, amax) for amax in seen.amax) for name, seen in observers.items()}
 
 

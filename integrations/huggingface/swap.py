@@ -424,7 +424,7 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
                 model(**{key: value.to(whole.device) for key, value in inputs.items()})
 
     with evaluating(model), torch.no_grad():
-        found = observe(layers, run)
+        found = observe(layers, run, linears.values())
     for name, scales in found.items():
         layers[name].set_input_scales(*scales)
     config.input_scale = True

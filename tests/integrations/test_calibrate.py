@@ -108,6 +108,12 @@ def test_linears_get_a_scale_too_where_they_have_none(dialect, tmp_path):
     for name, linear in linears.items():  # a reciprocal's reciprocal may be the next number
         torch.testing.assert_close(again.get_submodule(name).input_scale, linear.input_scale, rtol=2**-23, atol=0)
     assert dialect == "compressed-tensors" or torch.equal(logits(again, "nvfp4"), logits(model, "nvfp4"))
+    calibrate(set_activations(again, "nvfp4"), PROMPTS, progress=False)  # linears that have a scale do not round either
+    for name, experts in model.named_modules():
+        if isinstance(experts, HFExperts):
+            for key in ("up_proj_input_scale", "down_proj_input_scale"):
+                torch.testing.assert_close(getattr(again.get_submodule(name), key), getattr(experts, key), rtol=2**-23,
+                                           atol=0)  # fmt: skip
     before = {name: m.input_scale.clone() for name, m in linears.items()}
     calibrate(model, PROMPTS[1:2], progress=False)  # scales that are there may come from more text, and stay
     assert all(torch.equal(m.input_scale, before[name]) for name, m in linears.items())
