@@ -36,9 +36,10 @@ def own_folder(name: str) -> Path:
 
 
 def is_whole(file: Path) -> bool:
+    """Whether a file that `keep` has made is there and whole. One that cannot be read, as of another user, is not."""
     try:
         data = file.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return False
     return hashlib.sha256(data[:-CHECKSUM]).digest() == data[-CHECKSUM:]
 

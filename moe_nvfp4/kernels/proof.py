@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from datetime import date
 from functools import cache
 from importlib import metadata
@@ -84,7 +84,10 @@ def _verdict(backend: Backend, problem: Problem, device: torch.device, subject: 
     except OSError:  # each process checks for itself
         file = None
     writable = file is not None and os.access(file.parent, os.W_OK)
-    with FileLock(file.with_suffix(".lock")) if file and writable else nullcontext():  # ranks of a machine share it
+    with ExitStack() as stack:
+        if file and writable:
+            with suppress(OSError):  # of another user
+                stack.enter_context(FileLock(file.with_suffix(".lock")))  # ranks of a machine share it
         if file and not again and (known := _noted(file)):
             note = known
         else:

@@ -148,6 +148,13 @@ def test_notes_that_cannot_be_written(unproven, monkeypatch):
         monkeypatch.setattr(proof, "FileLock", refused)
 
 
+def test_a_lock_of_another_user(unproven, monkeypatch):
+    """As after sudo. What is found is noted all the same: the folder is this user's."""
+    monkeypatch.setattr(proof, "_check", lambda *arguments: (True, ""))
+    monkeypatch.setattr(proof, "FileLock", refused)
+    assert layer().backend().name == "cpu" and notes(unproven)[0]["right"] is True
+
+
 def refused(*arguments):
     raise OSError(28, "No space left on device")
 

@@ -510,6 +510,11 @@ def test_a_full_disk_is_not_a_missing_compiler(tmp_path):
     assert want in done.stderr, done.stderr
 
 
+def test_files_of_the_cache_that_cannot_be_read_are_made_again(tmp_path):
+    """As those that sudo left there."""
+    assert not cache.is_whole(tmp_path) and not cache.is_whole(tmp_path / "file")
+
+
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no Unix permissions")
 def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path))
