@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from tests.common import made_demo
 from tests.folders import change_config, fp8, quantized, qwen2_moe
+from tests.folders import value as value_of
 from tests.integrations.vllm_engine import NEW, PROMPTS, SETTINGS, ask, generate, on_two_ranks
 from tests.integrations.vllm_engine import engine as start
 from tests.models import SMALL, folder, gpt_oss, llama4, mixtral, qwen3_moe, tensors
@@ -35,6 +36,7 @@ if not current_platform.is_cpu():
 from moe_nvfp4 import cli  # noqa: E402
 from moe_nvfp4.integrations.vllm import config as vllm_config  # noqa: E402
 from moe_nvfp4.integrations.vllm import engine  # noqa: E402
+from moe_nvfp4.integrations.vllm.method import watched  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.options import Options  # noqa: E402
 from moe_nvfp4.quantize.recipes import quantize_matrix  # noqa: E402
@@ -183,6 +185,23 @@ def test_families(tmp_path, family):
     if family is gpt_oss:
         with pytest.raises(NotImplementedError, match="gpt-oss's bf16 experts.*moe-nvfp4 quantize"):
             generate(tmp_path / "bf16", quantization="moe_nvfp4")
+
+
+def test_dense_experts_one_by_one(tmp_path):
+    """vLLM's gpt-oss passes over them, and would answer from what is in memory."""
+    small = gpt_oss(intermediate=64, hidden_size=128, head_dim=32)
+    small.config.rope_parameters = YARN
+    folder(tmp_path, lambda: type(small)(small.config))
+    convert_checkpoint(tmp_path / "bf16", path := tmp_path / "nvfp4")
+    files, experts = tensors(path), "model.layers.1.mlp.experts"
+    for stem in [k.removesuffix(".weight_scale_2") for k in files if experts in k and k.endswith(".weight_scale_2")]:
+        dense = value_of("modelopt", files, stem).bfloat16()
+        files = {k: t for k, t in files.items() if not k.startswith(f"{stem}.weight")} | {f"{stem}.weight": dense}
+    save_file(files, path / "model.safetensors", {"format": "pt"})
+    quantization = json.loads((path / "config.json").read_text())["quantization_config"]
+    change_config(path, quantization_config=quantization | {"ignore": [*quantization["ignore"], f"{experts}*"]})
+    with pytest.raises(ValueError, match="layers.1.mlp.experts: w13_weight of expert 0 .*did not come"):
+        generate(path)
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
@@ -541,17 +560,28 @@ def test_vllms_own_quantization_while_loading_is_refused():
             config.maybe_update_config("model")
 
 
+def experts_of_vllm(monkeypatch):
+    """An experts module of vLLM's, and what stands for vLLM's own way to run it."""
+    from vllm.model_executor.layers import fused_moe
+
+    layer, method = object.__new__(fused_moe.RoutedExperts), SimpleNamespace(create_weights=1)
+    method.process_weights_after_loading, layer.__dict__["moe_config"] = 1, method
+    monkeypatch.setattr(fused_moe, "UnquantizedFusedMoEMethod", lambda moe_config: moe_config)
+    return layer, method
+
+
 def test_options_without_an_effect_are_refused(monkeypatch):
     """They are refused when the first linear of bf16 files has been loaded: all modules exist then."""
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
+
+    layer, given = experts_of_vllm(monkeypatch)
 
     def load(experts, exclude, whole=True, dense=False):
         config = Config().choose({"exclude": exclude})
         monkeypatch.setattr(engine, "whole_and_dense", lambda: (whole, dense))
         linear = config.get_quant_method(object.__new__(LinearBase), "model.layers.0.self_attn.qkv_proj")
         for name in experts:
-            assert config.get_quant_method(object.__new__(RoutedExperts), name) is None
+            assert config.get_quant_method(layer, name) is given
         linear.process_weights_after_loading(torch.nn.Linear(16, 16))
 
     here = "model.layers.0.mlp.experts"
@@ -564,10 +594,9 @@ def test_options_without_an_effect_are_refused(monkeypatch):
         load([], [], dense=True)
 
 
-def test_an_adapter_of_experts_that_stay_dense_is_refused():
+def test_an_adapter_of_experts_that_stay_dense_is_refused(monkeypatch):
     """vLLM would run them without it."""
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
-
+    experts, method = experts_of_vllm(monkeypatch)
     config = Config().choose({"exclude": ["*.layers.0.*"]})
     config.adapter = SimpleNamespace(changes=lambda module: ".1." not in module)
     for layer in (0, 2):
@@ -575,9 +604,37 @@ def test_an_adapter_of_experts_that_stay_dense_is_refused():
         with pytest.raises(
             NotImplementedError, match=rf"layers\.{layer}\.mlp\.experts is not 4-bit here, and the adapt"
         ):
-            config.get_quant_method(object.__new__(RoutedExperts), f"model.layers.{layer}.mlp.experts")
+            config.get_quant_method(experts, f"model.layers.{layer}.mlp.experts")
     config.exclude = ["*.layers.1.*"]
-    assert config.get_quant_method(object.__new__(RoutedExperts), "model.layers.1.mlp.experts") is None
+    assert config.get_quant_method(experts, "model.layers.1.mlp.experts") is method
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_weights_of_other_experts_that_do_not_come(dtype):
+    """vLLM looks for them only in models without quantization."""
+
+    def create_weights(layer):
+        for name, rows in (("w13", 8), ("w2", 6)):
+            layer.register_parameter(f"{name}_weight", torch.nn.Parameter(torch.zeros(3, rows, 4).to(dtype), False))
+        layer.register_parameter("w2_weight_scale", torch.nn.Parameter(torch.ones(3), False))
+
+    done = []
+    method = SimpleNamespace(create_weights=create_weights, process_weights_after_loading=done.append)
+    for missing, text in ((("w13", 2), "w13_weight of expert 2"), (("w2", 0), "w2_weight of expert 0"), (None, None)):
+        layer = torch.nn.Module()
+        one = watched(SimpleNamespace(**vars(method)), "layers.1")
+        one.create_weights(layer)
+        for name in ("w13", "w2"):
+            for e in range(3):
+                if (name, e) != missing:
+                    getattr(layer, f"{name}_weight").data[e] = torch.zeros(getattr(layer, f"{name}_weight").shape[1:])
+        if text is None:
+            one.process_weights_after_loading(layer)
+            assert done == [layer] and (layer.w2_weight_scale == 1).all()
+            continue
+        with pytest.raises(ValueError, match=f"^layers.1: {text} of this rank did not come"):
+            one.process_weights_after_loading(layer)
+        assert not done
 
 
 def test_fused_names_are_ignored_with_their_parts():
