@@ -82,6 +82,10 @@ CASES = {
         as_dense(f"{ONE}.2.gate_proj"),
         "gate_proj.weight is BF16 and 7 of 8 experts have one that is read in",
     ),
+    "experts twice": (
+        add(f"{ONE}.down_proj", torch.ones(8, 64, 48).bfloat16()),
+        rf"experts of {ONE} twice, one by one and in {ONE}\.down_proj, and nothing says which",
+    ),
     "one input scale": (
         add(f"{ONE}.2.down_proj.INPUT", torch.tensor(0.5)),
         "has no input_(global_)?scale, which 1 of 48",
