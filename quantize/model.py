@@ -155,7 +155,8 @@ class ModelTensors:
 
     def renames_module(self, stem: str) -> bool:
         """Whether the model renames all tensors of the files' module `stem` alike, not only one called `weight`."""
-        return len({self.renamed(f"{stem}.{last}").rpartition(".")[0] for last in ("weight", "weight_scale")}) == 1
+        lasts = ("weight", "weight_scale", "input_scale")  # a renaming of "x.weight" may take "x.weight_scale", too
+        return len({self.renamed(f"{stem}.{last}").rpartition(".")[0] for last in lasts}) == 1
 
     def _rearranged(self) -> Iterator[str]:
         """The ends of the names of tensors that converters make."""

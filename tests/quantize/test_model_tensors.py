@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from moe_nvfp4 import cli
 from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.model import ModelTensors
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import config_of
@@ -230,3 +231,13 @@ def test_models_that_are_not_known_say_so(good, tmp_path):
     change_config(path, model_type="something_new")
     (warning,) = verify_checkpoint(path).warnings
     assert "cannot read config.json" in warning and "\n" not in warning
+
+
+@pytest.mark.parametrize("source", ["unembed.weight", "unembed.weight$"])
+def test_a_renaming_of_a_weight_alone_is_seen(source):
+    """The first takes unembed.weight_scale as well, but not the scale of activations (Inkling, transformers 5.17)."""
+    from transformers.core_model_loading import WeightRenaming
+
+    names = ModelTensors(qwen3_moe(), [WeightRenaming(source, "lm_head.weight")])
+    assert not names.renames_module("unembed") and names.renames_module("lm_head")
+    assert ModelTensors(qwen3_moe(), [WeightRenaming("unembed", "lm_head")]).renames_module("unembed")
