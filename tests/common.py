@@ -2,10 +2,12 @@
 thresholds, fresh interpreters, two processes, which GPUs there are, and a stand-in for one."""
 
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -253,14 +255,20 @@ def stand_for_hopper(layout=True):
     return backends.registered(Kernels() if layout else PlainKernels())
 
 
+def free_port():
+    """A port of loopback, below those that the system gives away by itself: it will be free when it is used, later."""
+    for port in random.SystemRandom().sample(range(20000, 30000), 100):
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise OSError("a hundred ports of loopback are in use")
+
+
 def two_processes(tmp_path, code, *arguments):
     """Run `code` as ranks 0 and 1 of torch.distributed; returns their exit codes and outputs."""
     script = tmp_path / "worker.py"
     script.write_text(code)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
     workers = [
         subprocess.Popen([sys.executable, str(script), *map(str, arguments)], text=True, stdout=subprocess.PIPE,

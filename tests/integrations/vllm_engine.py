@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.servers import free_port
+from tests.common import free_port
 
 ROOT = Path(__file__).parents[2]
 
