@@ -365,11 +365,14 @@ static TARGET void NAME(item)(const void *problem, int64_t i, int64_t next, int 
         int64_t stride = (g->K_steps / 16 + SCALES - 1) / SCALES * SCALES + 16, full = n == g->tile ? TILE : n;
         for (int64_t i = 0, groups = (tokens + NT - 1) / NT; i < groups; i++) {
             int64_t t0 = tokens * i / groups, nt = tokens * (i + 1) / groups - t0;
-            TOKENS(nt)
-            for (int64_t t = 0; t < nt && INTEGERS; t++) {
+#if INTEGERS
+            for (int64_t t = 0; t < nt; t++) {
                 int64_t at = g->index ? g->index[first + t0 + t] : g->few_at[e] + t0 + t;
                 x[t] = (const Element *)(const void *)(g->integers + at * g->integer_stride);
             }
+#else
+            TOKENS(nt)
+#endif
             for (int64_t j = 0; j < TILE; j += NR) {
                 if (j >= full && (j < g->tile || j >= g->tile + n)) continue;
                 const uint8_t *codes[NR];
