@@ -29,7 +29,8 @@ GELU = Gate("gelu_tanh")
 def outputs_of(kernel, values):
     """The arguments that a launch writes."""
     name = type(kernel).__name__
-    places = {"Route": (2, 3, 4, 5, 6, 9, 10), "Gather": (2,), "Combine": (4,), "SumParts": (1,), "Quantize": (2, 3)}
+    places = {"Route": (2, 3, 4, 5, 6, 9, 10), "Gather": (2,), "Combine": (4,), "SumParts": (1,), "Quantize": (2, 3),
+              "OneToken": (5,), "SumChunks": (2,)}  # fmt: skip
     if name == "GroupedGemm":
         places = {name: ((4,) if kernel.config.gate else ()) + ((7,) if kernel.config.down else ())}
     return [values[i] for i in places[name] if values[i] is not None]
@@ -38,7 +39,8 @@ def outputs_of(kernel, values):
 @contextmanager
 def fresh_kernels():
     """A context that begins and ends without compiled kernels of the backend."""
-    caches = [sm90._route, sm90._gather, sm90._kernel, sm90._combine_kernel, sm90._sum_parts, sm90._quantize]
+    caches = [sm90._route, sm90._gather, sm90._kernel, sm90._combine_kernel, sm90._sum_parts, sm90._quantize,
+              sm90._one_token, sm90._sum_chunks]  # fmt: skip
     for function in caches:
         function.cache_clear()
     try:
@@ -123,7 +125,7 @@ def quantized_h(module, ids, tile=None):
 class Layer:
     """A small layer with a tile shape, groups of these sizes, and three unrouted slots."""
 
-    tile: TileShape
+    tile: TileShape | None
     sizes: tuple
     H: int = 208
     I: int = 80
@@ -169,6 +171,22 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Token(Layer):
+    """One token with an expert for each size that is not 0, and slots without one between them."""
+
+    def inputs(self):
+        module, x, ids, weights = super().inputs()
+        slots = [id for e, n in enumerate(self.sizes) for id in (e, -1)[: 2 * n]]
+        return module, x[:1], torch.tensor([slots]), weights.reshape(1, -1)[:, : len(slots)]
+
+    def run(self, device):
+        module, *rest = self.inputs()
+        x, ids, weights = (t.to(device) for t in rest)
+        w = pack_weights(module.to(device).weights)
+        return sm90._experts_of_one(x, ids, weights, w, None, torch.empty_like(x))
+
+
+@dataclass(frozen=True)
 class HardRows:
     """Rows with values of every magnitude, infinities and NaN, with static global scales in fp32."""
 
@@ -209,6 +227,9 @@ LAYERS = {
     ),
     "24 tokens by WGMMA, no gate": Layer(TILES[24], (7, 25), gate=RELU2, gathered=True, seed=1757155522),
     "128 tokens by WGMMA": Layer(TILES[128], (130, 5), gate=GELU, seed=1069361599),
+    "one token": Token(None, (1, 0, 1, 1, 1), H=1056, I=144, seed=903411),
+    "one token, bias": Token(None, (1, 1, 0), H=208, I=112, gate=OAI, bias=True, seed=903412),
+    "one token, no gate": Token(None, (0, 1, 1), H=320, I=208, gate=RELU2, seed=903413),
     "NVFP4 rows": Layer(TileShape(8), (3, 17, 0, 1), activations="nvfp4", gathered=True, seed=468686412),
     "static NVFP4 rows": HardRows(),
 }

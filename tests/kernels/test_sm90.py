@@ -23,6 +23,7 @@ from moe_nvfp4.kernels.common.ahead import token_counts  # noqa: E402
 from moe_nvfp4.kernels.common.tensors import settle  # noqa: E402
 from moe_nvfp4.kernels.sm90 import backend as sm90  # noqa: E402
 from moe_nvfp4.kernels.sm90.config import GemmConfig  # noqa: E402
+from moe_nvfp4.kernels.sm90.one_token import suits_one_token  # noqa: E402
 from moe_nvfp4.kernels.sm90.pack import pack_weights  # noqa: E402
 from moe_nvfp4.kernels.sm90.plan import (  # noqa: E402
     K_IN_2,
@@ -147,6 +148,46 @@ def test_tiles(emulator, name, record_property):
     (kernel,) = check(emulator, layer, random_ids(sizes, 3, 2), tile, split_k, schedules)
     assert kernel.t == tile and kernel.config.both_gemms
     record_property("table", machine_code_of(emulator, kernel))
+
+
+ONE_TOKEN = {  # gate, H, I, bias; ids
+    "silu": (SILU, 512, 256, None, [2, 0]),
+    "parts of blocks and slabs": (SILU, 208, 112, None, [0, 2]),
+    "oai": (OAI, 192, 160, torch.bfloat16, [1, 1]),
+    "relu2": (RELU2, 256, 80, torch.float32, [2, 1]),
+    "unrouted slots": (SILU, 192, 96, None, [-1, 1, 3]),
+}
+
+
+@pytest.mark.parametrize("name", ONE_TOKEN)
+def test_one_token(emulator, name):
+    """A CTA for each chunk of a slot, without routing."""
+    emulator.multiprocessors = 132
+    gate, H, I, bias, ids = ONE_TOKEN[name]
+    schedules = ("eager", "lazy", "random:1") if name == "unrouted slots" else ("eager",)
+    check(emulator, make_layer(3, H, I, gate=gate, bias=bias), torch.tensor([ids]), schedules=schedules)
+    assert [type(kernel).__name__ for kernel in emulator.kernels] == ["OneToken", "SumChunks"]
+
+
+def test_the_map_of_experts_of_one_token(emulator):
+    emulator.multiprocessors, w = 132, pack_weights(make_layer(3, 192, 96).weights)
+    x, p, here = torch.randn(1, 192).bfloat16(), torch.rand(1, 4), torch.tensor([2, -1, 0, 3, 1], dtype=torch.int32)
+    found = sm90.experts(x, torch.tensor([[0, 1, 4, 3]], dtype=torch.int32), p, w, here)
+    assert torch.equal(found, sm90.experts(x, torch.tensor([[2, -1, 1, 3]]), p, w)) and found.any()
+
+
+@pytest.mark.parametrize("id", [-2, 4, 1 << 40])
+def test_an_illegal_id_of_one_token_stops(emulator, id):
+    emulator.multiprocessors, w = 132, pack_weights(make_layer(3, 192, 96).weights)
+    with pytest.raises(EmulatorError, match="vprintf"):
+        sm90.experts(torch.zeros(1, 192).bfloat16(), torch.tensor([[1, id]]), torch.ones(1, 2), w)
+
+
+def test_layers_that_have_a_kernel_for_one_token():
+    small = dict(E=2, H=512, I=192)
+    fits = lambda top_k=8, n=132, **other: suits_one_token(random_layer(**small | other).weights, top_k, n)
+    assert fits() and fits(n=24) and not fits(n=23) and not fits(gate=RAW) and not fits(activations="nvfp4")
+    assert fits(top_k=3) and not fits(top_k=2)  # 6 CTAs for rows of 8 blocks
 
 
 def test_bf16_rows_leave_static_scales_alone(emulator):

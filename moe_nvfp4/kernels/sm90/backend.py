@@ -2,9 +2,10 @@
 
     Route (beside it x is quantized, for W4A4) ── (Gather) ── GroupedGemm, both GEMMs ── Combine
 
-Each launch depends on the one before and starts early. Weights are in the layout of `sm90.pack`. Nothing
-waits for the device, no shape depends on data, and buffers are torch's, so a CUDA graph can capture
-everything. Calls may run on any stream, and on several at once. The same input gives the same bits.
+or, for one token of some layers, OneToken ── SumChunks. Each launch depends on the one before and starts early.
+Weights are in the layout of `sm90.pack`. Nothing waits for the device, no shape depends on data, and buffers are
+torch's, so a CUDA graph can capture everything. Calls may run on any stream, and on several at once. The same input
+gives the same bits.
 
 NVFP4 rows are stored as bf16 `code * sf`, which is exact, with their global scales beside them: Hopper
 multiplies bf16 in any case.
@@ -32,12 +33,13 @@ from moe_nvfp4.kernels.common.rows import SumParts
 from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, lasting, multiprocessors, settle
 from moe_nvfp4.kernels.sm90.config import GemmConfig
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
+from moe_nvfp4.kernels.sm90.one_token import OneToken, SumChunks, chunks, suits_one_token
 from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack_linear, packed, words
 from moe_nvfp4.kernels.sm90.plan import LINEAR_TILES, LaunchPlan, choose_plan, plan_linear, token_tiles
 from moe_nvfp4.kernels.sm90.quantize import Quantize
 from moe_nvfp4.kernels.sm90.rows import Combine, Gather
 from moe_nvfp4.routing import Groups, Rows
-from moe_nvfp4.weights import ExpertWeights, LinearWeights, Matrices
+from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Matrices
 
 ARCHITECTURE = "sm_90a"
 
@@ -59,6 +61,8 @@ def experts(
     if T > most:
         parts = (t.split(most) for t in (x, top_k_index, top_k_weights))
         return torch.cat([experts(a, ids, p, w, expert_map) for a, ids, p in zip(*parts, strict=True)], out=out)
+    if T == 1 and suits_one_token(w, top_k, multiprocessors(x.device)):
+        return _experts_of_one(aligned(x), top_k_index, top_k_weights, w, expert_map, out)
     plan = choose_plan(w, planned_tokens(T, top_k), top_k, multiprocessors(x.device))
     nvfp4 = plan.config.row_scale
     zeros = 1 + token_tiles(T * top_k, E, plan.tile) + (T * top_k if plan.config.tracks_amax else 0)
@@ -72,6 +76,23 @@ def experts(
     h = x.new_empty(T * top_k, w.intermediate_size, dtype=torch.float32 if plan.config.h is Float32 else x.dtype)
     _gemms(rows, groups, w, h, y, sync, plan)
     return _combine(y, groups, top_k_weights, out, plan.split_k)
+
+
+def _experts_of_one(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, w: ExpertWeights, expert_map: Tensor | None, out: Tensor
+) -> Tensor:
+    """`experts` of one token."""
+    ids, top_k, (H, I) = expert_ids(top_k_index), top_k_index.shape[1], (w.hidden_size, w.intermediate_size)
+    weights = floating(top_k_weights).contiguous()
+    expert_map = None if expert_map is None else expert_map.contiguous()
+    y = x.new_empty(top_k * chunks(I), H, dtype=torch.float32)
+    up_scale = w.w13.global_scale
+    scales = up_scale if w.w13.gate_scale is None else w.w13.gate_scale, up_scale, w.w2.global_scale
+    biases, dtype = ((x, x), None) if w.w13.bias is None else ((w.w13.bias, w.w2.bias), w.w13.bias.dtype)
+    kernel = _one_token(ids.dtype, expert_map is not None, w.gate, H, I, dtype)
+    kernel(ids, expert_map, *_units_of(w), x, y, *scales, *biases, w.num_experts)
+    _sum_chunks(top_k, chunks(I), weights.dtype)(y, weights, out)
+    return out
 
 
 def gemm1_swiglu(rows: Rows, weights: ExpertWeights, groups: Groups, dtype: torch.dtype) -> Rows:
@@ -307,6 +328,24 @@ def _kernel(tile: Any, config: GemmConfig, bias: torch.dtype) -> Any:
         v(Int32), Int32(1), Int32(1),
     )  # fmt: skip
     return GroupedGemm(tile, config), arguments, ARCHITECTURE
+
+
+@CuteKernels
+def _one_token(ids: torch.dtype, mapped: bool, gate: Gate, H: int, I: int, bias: torch.dtype | None) -> Any:
+    r, v = launch.rows, launch.vector
+    biases = (r(launch.DTYPES[bias or torch.bfloat16]) for _ in range(2))
+    arguments = (
+        v(launch.DTYPES[ids]), v(Int32) if mapped else None, r(Int32, UNIT_WORDS, 3), r(Int32, UNIT_WORDS, 3),
+        r(BFloat16, 16), r(Float32, 16), v(Float32), v(Float32), v(Float32), *biases, Int32(1),
+    )  # fmt: skip
+    return OneToken(gate, H, I, bias is not None), arguments, ARCHITECTURE
+
+
+@CuteKernels
+def _sum_chunks(top_k: int, chunks: int, weights: torch.dtype) -> Any:
+    r = launch.rows
+    arguments = (r(Float32, 16), r(launch.DTYPES[weights]), r(BFloat16, 16))
+    return SumChunks(top_k, chunks), arguments, ARCHITECTURE
 
 
 def _combine(y: Tensor, groups: Groups, top_k_weights: Tensor, out: Tensor, split_k: int) -> Tensor:

@@ -50,7 +50,7 @@ def factors(w, s, constants):
     return [(f, s, j % 2) for j, f in enumerate(fields)]
 
 
-def _pack_bf16(low, high):
+def pack_bf16(low, high):
     return cute.arch.inline_ptx(
         "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
     )
@@ -99,7 +99,7 @@ def into_l2(rows: cute.Tensor, byte):
 
 def keep_largest(at, magnitude, live):
     """Raise the fp32 number in shared memory to at least `magnitude`, which is >= 0 and rounded to bf16; NaN wins."""
-    bits = _pack_bf16(Float32(0.0), magnitude)
+    bits = pack_bf16(Float32(0.0), magnitude)
     cute.arch.inline_ptx("red.relaxed.cta.shared.max.u32 [{$r0}], {$r1};", read_only_args=[at, bits], predicate=live)
 
 
@@ -113,6 +113,16 @@ def copy16(to, to_offset: int, source, source_offset: int, size):
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0} + %d], [{$r1} + %d], 16, {$r2};" % (to_offset, source_offset),
         read_only_args=[to, source, Int32(size)],
+    )
+
+
+def load_words(n: int, address):
+    """n words of weights, which nothing reads a second time."""
+    registers = ", ".join("{$w%d}" % i for i in range(n))
+    return cute.arch.inline_ptx(
+        "ld.global.nc.L1::no_allocate.v%d.b32 {%s}, [{$r0}];" % (n, registers),
+        write_only_types=[Uint32] * n,
+        read_only_args=[address],
     )
 
 
@@ -135,6 +145,4 @@ def store_pair(dtype, to, low, high, live):
             "st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[to, low, high], predicate=live
         )
     else:
-        cute.arch.inline_ptx(
-            "st.global.b32 [{$r0}], {$r1};", read_only_args=[to, _pack_bf16(low, high)], predicate=live
-        )
+        cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[to, pack_bf16(low, high)], predicate=live)
