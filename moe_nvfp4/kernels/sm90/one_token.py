@@ -53,7 +53,7 @@ class OneToken:
         columns: dequantize, multiply, ask for the next one, at last for those of GEMM 2 | sum over parts of K, gate,
         h in registers | per block of GEMM 2: dequantize, multiply, store, ask for the next one
 
-    A thread's lanes with the same lane % 4 read the same numbers of x, so all eight columns of a product are the token.
+    Lanes with the same lane % 4 read the same numbers of x, so all eight columns of a product are the token.
     """
 
     def __init__(self, gate: Gate, H: int, I: int, bias: bool):
