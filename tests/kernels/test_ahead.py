@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -232,6 +233,23 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_whatever_is_compiled_is_in_the_key(tmp_path):
+    """Files with kernels take numbers from files that `sources` hashes; `Groups` is what their host code returns."""
+    for path in ahead.KERNELS.rglob("*.py"):
+        if re.search(r"@(cute|triton)\.(jit|kernel)", text := path.read_text()):
+            outside = set(re.findall(r"^ *from moe_nvfp4(?!\.kernels)\.?(\w*) import (?!Groups$)", text, re.M))
+            assert {f"{name}.py" for name in outside} <= set(ahead.BESIDE), path
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    for name in (*ahead.BESIDE, "kernels/sm90.py"):
+        (tmp_path / name).write_text("")
+    hashes = [ahead.hash_of(kernels, ".py")]
+    for name in (*ahead.BESIDE, "kernels/sm90.py"):
+        (tmp_path / name).write_text(f"# {name}")
+        hashes.append(ahead.hash_of(kernels, ".py"))
+    assert len(set(hashes)) == 4
+
+
 def test_kernels_are_built_once(own_cache, tmp_path, monkeypatch):
     pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
     assert ahead.build(JOBS, GPUS["sm90"], progress=False) == 2

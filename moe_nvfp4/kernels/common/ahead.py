@@ -124,6 +124,7 @@ def note(module: str, name: str, *arguments: Any) -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 KERNELS = Path(__file__).parents[1]
+BESIDE = ("format.py", "weights.py")  # what is compiled takes numbers from these, too
 BROUGHT = KERNELS / "compiled.zip"
 ORIGIN = "origin"  # the file with the hash of a Hub kernel's sources, and that of those they were made from
 
@@ -171,9 +172,9 @@ def sources() -> str:
 
 
 def hash_of(kernels: Path, *suffixes: str) -> str:
-    """The hash of the files with these suffixes in the folder `kernels` of a package, and of weights.py."""
+    """The hash of the files with these suffixes in the folder `kernels` of a package, and of BESIDE."""
     files = sorted(file for file in kernels.rglob("*") if file.suffix in suffixes)
-    content = b"".join(file.read_bytes() for file in [*files, kernels.parent / "weights.py"])
+    content = b"".join(file.read_bytes() for file in [*files, *(kernels.parent / name for name in BESIDE)])
     return hashlib.sha256(content).hexdigest()
 
 
