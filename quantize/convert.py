@@ -30,7 +30,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def convert_checkpoint(
             f"{source} is quantized already (NVFP4 of {options.dialect}): quantize the original checkpoint, rewrite "
             "this one in another --dialect, or add --share-scales if gate and up have different global scales"
         )
-    others, left_out = _other_files(checkpoint)
+    others, left_out = other_files(checkpoint)
     report = _report(todo, destination, left_out)
     report.not_compared = _check_whole(checkpoint)
     if dry_run:
@@ -190,7 +190,7 @@ def check_space(destination: Path, needed: int, *begun: Path) -> None:
         )
 
 
-def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], dict[str, str]]:
+def other_files(checkpoint: Checkpoint) -> tuple[list[Path], dict[str, str]]:
     """The files to copy, and name -> reason of those left out. Copied are the tokenizer, templates and whatever else
     holds no weights and is not written anew. Hidden folders (.git, .cache) are no part of a checkpoint."""
     anew, folder = {"config.json", "hf_quant_config.json"}, checkpoint.folder
@@ -218,13 +218,18 @@ def _check_link(file: Path, folder: Path) -> None:
                          "the new one: put the file itself there, or remove the link")  # fmt: skip
 
 
+def copy_files(files: Iterable[Path], source: Path, destination: Path) -> None:
+    """Copy `files` from the folder `source` to the same places in `destination`."""
+    for file in files:
+        new = destination / file.relative_to(source)
+        new.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, new)  # without the mode, which may be read-only: README.md is written again later
+
+
 def _write_small_files(folder: Path, plan: ConversionPlan, others: list[Path]) -> set[str]:
     """config.json, the index where there are several shards, and the source's other files. Returns the names of all
     files of the destination."""
-    for file in others:
-        new = folder / file.relative_to(plan.source.folder)
-        new.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, new)  # without the mode, which may be read-only: README.md is written again later
+    copy_files(others, plan.source.folder, folder)
     (folder / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     places = {name: job.shard for job in plan.jobs for name in job.outputs}
     if len(set(places.values())) > 1 or plan.source.index is not None:

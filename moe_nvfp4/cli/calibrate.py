@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
-from moe_nvfp4.cli.models import load, text_of, windows_of
+from moe_nvfp4.cli.models import folder, load, text_of, windows_of
 from moe_nvfp4.cli.options import (
     MODEL_HELP,
     Commands,
@@ -23,8 +24,8 @@ def add(commands: Commands) -> None:
     sub = command(
         commands, "calibrate", run, "add static activation scales",
         "Load MODEL with 4-bit experts, run a text through it and write DST: the same weights, plus an input_scale "
-        "for every expert and for every 4-bit linear that lacks one. W4A4 then needs no scale per token. Takes the "
-        "memory of the 4-bit model.",
+        "for every expert and for every 4-bit linear that lacks one. W4A4 then needs no scale per token. Other files "
+        "but the model card are copied. Takes the memory of the 4-bit model.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("destination", metavar="DST", type=path, help="folder to make; must not exist")
@@ -35,19 +36,28 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import calibrate, set_activations
-    from moe_nvfp4.quantize.files import StagingDir
+    from moe_nvfp4.quantize.convert import copy_files, other_files
+    from moe_nvfp4.quantize.files import StagingDir, open_checkpoint
 
     if args.destination.exists():
         raise ValueError(f"{args.destination} exists: name a folder that does not, or remove it first")
     check_writable(args.destination)
     text = text_of(args)
+    source = Path(folder(args.model))
+    files = open_checkpoint(source)
+    others, left_out = other_files(files)
+    if (card := source / "README.md") in others:
+        others.remove(card)
+        left_out[card.name] = f"it describes {args.model}"
     with StagingDir(args.destination.absolute(), {"the run": os.urandom(8).hex()}) as place:  # never resumed
-        model, tokenizer = load(args, "nvfp4")
+        model, tokenizer = load(args, "nvfp4", to_save=True)
         windows = windows_of(args, tokenizer, text, model.config)
         calibrate(model, windows[:, None])
         if model.hf_quantizer.quantization_config.activations == "bf16":
             set_activations(model, "nvfp4")
         model.save_pretrained(place.files)
-        tokenizer.save_pretrained(place.files)
+        copy_files(others, source, place.files)
         place.publish()
+    for name, why in left_out.items():
+        note(f"left out: {name}: {why}")
     note(f"wrote {args.destination}: static scales from {windows.numel()} tokens")

@@ -173,9 +173,11 @@ def quantization_of(config: Any, args: argparse.Namespace) -> dict[str, Any] | N
     return quantization
 
 
-def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = True) -> tuple[Any, Any]:
+def load(
+    args: argparse.Namespace, activations: str | None, tokenizer: bool = True, to_save: bool = False
+) -> tuple[Any, Any]:
     """(model, tokenizer). activations: for experts that are not NVFP4, which are then quantized while loading; None:
-    dense, or as NVFP4 files have them."""
+    dense, or as NVFP4 files have them. to_save: in the config's dtype, as in the files; else in bf16."""
     import torch
 
     from moe_nvfp4.devices import usable_device
@@ -184,6 +186,7 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
     place = usable_device(args.device)
     source = resolve(args.model)
     config = model_config(source)
+    dtype = (config.dtype or config.get_text_config().dtype) if to_save else None
     kwargs: dict[str, Any] = {}
     beside, map_files = getattr(args, "cpu_experts", None), getattr(args, "map_files", False)
     if map_files and place.type == "cuda" and beside is None:
@@ -204,16 +207,16 @@ def load(args: argparse.Namespace, activations: str | None, tokenizer: bool = Tr
     empty = empty_model(config, source)  # else a config that makes no sense ends in a traceback of transformers
     if not quantized and activations is None:
         check_whole(empty, source)
-    make = partial(model_class(config).from_pretrained, source)
+    make = partial(model_class(config).from_pretrained, source, dtype=dtype or torch.bfloat16)
     if form in ("MXFP4", "FP8") and activations is None:
-        make = partial(dense_model, config, source)
+        make = partial(dense_model, config, source, dtype=torch.bfloat16)
     elif form in ("MXFP4", "FP8"):
         note(f"{args.model} is {form}, and becomes NVFP4 while it loads: moe-nvfp4 quantize {args.model} DST writes it "
              "once")  # fmt: skip
     if place.type != "cpu" and beside is None:  # device_map needs accelerate (extra "gpu"), which a CPU can do without
         kwargs["device_map"] = str(place)
     with torch.cuda.device(place) if beside is not None else nullcontext():  # "auto" looks at this GPU's memory
-        loaded = make(dtype=torch.bfloat16, **kwargs)
+        loaded = make(**kwargs)
     if beside is not None:
         note(describe_placement(loaded))
         loaded = loaded.to(place)

@@ -19,7 +19,7 @@ from moe_nvfp4.cli import info
 from tests.cli.commands import Terminal, mistake, run
 from tests.common import ROOT
 from tests.folders import change_config, fp8
-from tests.models import make, qwen3_moe, tensors
+from tests.models import as_bytes, make, qwen3_moe, tensors
 
 
 def test_quantize_info_generate(folder, tmp_path, capsys):
@@ -354,6 +354,27 @@ def test_calibrate(folder, tmp_path, capsys):
     run("generate", tmp_path / "static", "--raw", "--prompt", "Hello", "--max-new-tokens", 5, "--device", "cpu")
     run("calibrate", folder, tmp_path / "static", "--text", text, expect=2)
     assert "exists: name a folder that does not" in capsys.readouterr().err
+
+
+def test_calibrate_keeps_the_rest(tmp_path, folder, capsys):
+    """Its bytes, in the dtype of the files, and the files beside the weights; but not a card of something else."""
+    shutil.copytree(folder, tmp_path / "fp16")
+    make(qwen3_moe, torch.float16).save_pretrained(tmp_path / "fp16")
+    (tmp_path / "fp16" / "preprocessor_config.json").write_text('{"size": 3}')
+    run("quantize", tmp_path / "fp16", tmp_path / "4bit", "--linears", "attention")
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh ijkl mnop " * 20)
+    capsys.readouterr()
+    run("calibrate", tmp_path / "4bit", tmp_path / "static", "--text", text, "--window", 32, "--device", "cpu")
+    assert f"left out: README.md: it describes {tmp_path / '4bit'}" in capsys.readouterr().out
+    before, after = tensors(tmp_path / "4bit"), tensors(tmp_path / "static")
+    assert all("input_scale" in name for name in after.keys() - before.keys())
+    for name, tensor in before.items():
+        assert (tensor.dtype, as_bytes(tensor)) == (after[name].dtype, as_bytes(after[name])), name
+    names = {path.name for path in (tmp_path / "4bit").iterdir()} - {"README.md"}
+    assert {path.name for path in (tmp_path / "static").iterdir()} == names
+    for name in names - {"config.json", "model.safetensors"}:
+        assert (tmp_path / "4bit" / name).read_bytes() == (tmp_path / "static" / name).read_bytes()
 
 
 def test_calibrate_on_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
