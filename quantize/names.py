@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from moe_nvfp4.quantize.dialects import DIALECTS, EMBEDDING, Dialect, matches
@@ -112,11 +112,17 @@ def aliases(module: str) -> list[str]:
     return names
 
 
-def names_experts(pattern: str, module: str, experts: Sequence[int] = (0, 1)) -> bool:
-    """Whether a name or wildcard matches the experts module `module`, or the names of these experts in it. By default a
-    pattern for all experts does, and one for expert 0 alone (*.0.*, which means layer 0) does not."""
-    parts = [[f"{module}.{e}.{part}" for e in experts] for part in ("down_proj", "w2")]
+def names_experts(pattern: str, module: str) -> bool:
+    """Whether a name or wildcard of a user's matches the experts module `module`, or a projection of its experts, which
+    stands for the whole. One for all experts does, and one for expert 0 alone (*.0.*, which means layer 0) does not."""
+    parts = [[f"{module}.{e}.{part}" for e in (0, 1)] for names in PLAIN_NAMES.items() for part in names]
     return any(all(matches(pattern, name) for name in names) for names in ([module], *parts))
+
+
+def ignores_experts(pattern: str, module: str) -> bool:
+    """Whether an entry of an ignore list matches the experts module `module`. Other tools name experts, and their
+    projections, one by one: the down projection of the first stands for all."""
+    return any(matches(pattern, name) for name in (module, f"{module}.0.down_proj", f"{module}.0.w2"))
 
 
 def ignore_patterns(

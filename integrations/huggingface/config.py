@@ -17,7 +17,7 @@ from moe_nvfp4.integrations.placement import check_cpu_experts
 from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, read_config
 from moe_nvfp4.quantize.files import read_json
 from moe_nvfp4.quantize.linears import as_wanted
-from moe_nvfp4.quantize.names import names_experts
+from moe_nvfp4.quantize.names import ignores_experts, names_experts
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
 from moe_nvfp4.weights import ACTIVATIONS
 
@@ -153,10 +153,9 @@ class MoeNvfp4Config(QuantizationConfigMixin):
 
     def excludes(self, module_name: str) -> bool:
         """Whether the experts module `module_name` is to be left alone."""
-        if any(names_experts(p, module_name) for p in self.exclude):
-            return True
-        # Other tools name experts one by one: the first stands for all
-        return any(names_experts(p, module_name, experts=(0,)) for p in self.ignore if "expert" in p)
+        return any(names_experts(p, module_name) for p in self.exclude) or any(
+            ignores_experts(p, module_name) for p in self.ignore if "expert" in p
+        )
 
 
 def resolve(config: Any) -> tuple[MoeNvfp4Config, bool]:

@@ -204,6 +204,7 @@ def test_a_pattern_for_layer_0_does_not_name_expert_0_of_the_others(tmp_path):
         ("*.1.*", layers[1:]),
         ("*.experts.*", layers),
         ("*.down_proj", layers),
+        ("*.1.*.up_proj", layers[1:]),
     ):
         others = [name for name in layers if name not in chosen]
         for options, expected in ((Options(include=[pattern]), chosen), (Options(exclude=[pattern]), others)):
