@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -248,6 +249,8 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
         if is_dense_linear(name, stored) and not any(name.startswith(f"{m}.") for m in draft.excluded):
             draft.dense.add(name.removesuffix(".weight"))
     config = {**checkpoint.config, "quantization_config": _quantization_config(draft, info)}
+    if not (config.get("dtype") or config.get("torch_dtype")) and (dtype := options.dtype or _most(checkpoint)):
+        config["dtype"] = DTYPES[dtype]  # without it, transformers may take that of a scale
     if options.importance is not None:
         options.importance.check_model(draft.modules, checkpoint.tensors, checkpoint.folder)
     patterns = (*options.exclude, *(options.include or ()))
@@ -605,9 +608,21 @@ def plan_of(
     return plan(checkpoint, Options("max", include=chosen, dialect=dialect.name, device="cpu"))
 
 
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # in safetensors -> in a config
+
+
 def config_dtype(config: Mapping) -> str | None:
     """The dtype that a config names for its weights, as safetensors writes it ("BF16"); None if it names none."""
-    dtypes = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+    known = {name: stored for stored, name in DTYPES.items()}
     named = [c.get("dtype") or c.get("torch_dtype") for c in (config, config.get("text_config") or {})]
-    known = [dtypes[d] for d in (str(d).removeprefix("torch.") for d in named) if d in dtypes]
-    return known[0] if known else None
+    found = [known[d] for d in (str(d).removeprefix("torch.") for d in named) if d in known]
+    return found[0] if found else None
+
+
+def _most(checkpoint: Checkpoint) -> str | None:
+    """The dtype of most bytes of dense weights, as safetensors writes it; None if there are none."""
+    sizes = Counter[str]()
+    for stored in checkpoint.tensors.values():
+        if stored.dtype in DTYPES:
+            sizes[stored.dtype] += stored.size
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)

@@ -519,3 +519,17 @@ def test_what_commands_print(tmp_path, capsys):
     assert "9 linears: " in capsys.readouterr().out
     assert cli.main(["generate", str(tmp_path / "b"), "--linears", "all"]) == 2
     assert "--linears would have no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "family, class_name", [(qwen3_moe, "AutoModelForCausalLM"), (step3p7, "AutoModelForImageTextToText")]
+)
+def test_the_dtype_of_a_config_without_one(family, class_name, tmp_path):
+    """transformers takes that of the first tensor in the files, which is here a global scale."""
+    source = folder(tmp_path, family)
+    text = config_of(source).get("text_config")
+    edit_config(source, dtype=None, **({"text_config": {**text, "dtype": "bfloat16"}} if text else {}))
+    convert_checkpoint(source, tmp_path / "new", Options(linears="lm_head"), progress=False)
+    assert config_of(tmp_path / "new")["dtype"] == "bfloat16"
+    model = getattr(transformers, class_name).from_pretrained(tmp_path / "new", dtype="auto")
+    assert model.dtype == model.get_input_embeddings().weight.dtype == torch.bfloat16
