@@ -249,7 +249,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
         if is_dense_linear(name, stored) and not any(name.startswith(f"{m}.") for m in draft.excluded):
             draft.dense.add(name.removesuffix(".weight"))
     config = {**checkpoint.config, "quantization_config": _quantization_config(draft, info)}
-    if not (config.get("dtype") or config.get("torch_dtype")) and (dtype := options.dtype or _most(checkpoint)):
+    if not (config.get("dtype") or config.get("torch_dtype")) and (dtype := dense_dtype(checkpoint)):
         config["dtype"] = DTYPES[dtype]  # without it, transformers may take that of a scale
     if options.importance is not None:
         options.importance.check_model(draft.modules, checkpoint.tensors, checkpoint.folder)
@@ -619,10 +619,11 @@ def config_dtype(config: Mapping) -> str | None:
     return found[0] if found else None
 
 
-def _most(checkpoint: Checkpoint) -> str | None:
-    """The dtype of most bytes of dense weights, as safetensors writes it; None if there are none."""
+def dense_dtype(checkpoint: Checkpoint) -> str | None:
+    """The dtype of a model with these files: the one that the config names, else that of most bytes of dense weights,
+    as safetensors writes it; None if there are none."""
     sizes = Counter[str]()
     for stored in checkpoint.tensors.values():
         if stored.dtype in DTYPES:
             sizes[stored.dtype] += stored.size
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return config_dtype(checkpoint.config) or max(sizes, key=lambda dtype: sizes[dtype], default=None)

@@ -15,6 +15,7 @@ from moe_nvfp4.cli.output import note
 from moe_nvfp4.cli.parser import did_you_mean
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # The files that are fetched of a Hub model: nothing in subfolders (original/), no other weight formats (.bin, .gguf).
@@ -174,10 +175,10 @@ def quantization_of(config: Any, args: argparse.Namespace) -> dict[str, Any] | N
 
 
 def load(
-    args: argparse.Namespace, activations: str | None, tokenizer: bool = True, to_save: bool = False
+    args: argparse.Namespace, activations: str | None, tokenizer: bool = True, dtype: torch.dtype | None = None
 ) -> tuple[Any, Any]:
     """(model, tokenizer). activations: for experts that are not NVFP4, which are then quantized while loading; None:
-    dense, or as NVFP4 files have them. to_save: in the config's dtype, as in the files; else in bf16."""
+    dense, or as NVFP4 files have them. dtype: default bf16."""
     import torch
 
     from moe_nvfp4.devices import usable_device
@@ -186,7 +187,6 @@ def load(
     place = usable_device(args.device)
     source = resolve(args.model)
     config = model_config(source)
-    dtype = (config.dtype or config.get_text_config().dtype) if to_save else None
     kwargs: dict[str, Any] = {}
     beside, map_files = getattr(args, "cpu_experts", None), getattr(args, "map_files", False)
     if map_files and place.type == "cuda" and beside is None:

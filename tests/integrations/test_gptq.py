@@ -24,6 +24,7 @@ from moe_nvfp4.quantize.gptq import quantize_gptq
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_named
 from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.checkpoints import edit_config
 from tests.models import as_bytes, folder, gpt_oss, load, make, mixtral, nemotron_h, qwen3_moe, same_tensors, tensors
 
 CPU = Options(device="cpu")
@@ -139,6 +140,15 @@ def test_little_data_is_no_worse_than_weighted(rows):
     for hessian in (sums.x, sums.h):
         codes, sf, scale = (t[0] for t in quantize_gptq(w[None], hessian))
         assert outputs_error(w, codes, sf, scale, covariance) < (1.0 if rows < 256 else 0.8) * weighted
+
+
+def test_a_config_without_a_dtype(tmp_path):
+    """Weights are those of the files, not rounded to bf16."""
+    source = folder(tmp_path, qwen3_moe, dtype=torch.float32)
+    convert_gptq(source, tmp_path / "named", batches(), CPU, progress=False)
+    edit_config(source, dtype=None)
+    convert_gptq(source, tmp_path / "not", batches(), CPU, progress=False)
+    same_tensors(tmp_path / "named", tmp_path / "not")
 
 
 @pytest.mark.slow
