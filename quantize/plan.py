@@ -230,7 +230,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
 
     Raises ValueError for what cannot be converted, naming the tensor, the rule and the way out.
     """
-    options = replace(options, dtype=config_dtype(checkpoint.config))
+    options = replace(options, dtype=dense_dtype(checkpoint))
     if options.importance is not None:
         options = replace(options, importance=_importance_for_files(checkpoint, options.importance))
     draft = _Draft(checkpoint, options, dict(checkpoint.tensors))
@@ -249,8 +249,8 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
         if is_dense_linear(name, stored) and not any(name.startswith(f"{m}.") for m in draft.excluded):
             draft.dense.add(name.removesuffix(".weight"))
     config = {**checkpoint.config, "quantization_config": _quantization_config(draft, info)}
-    if not (config.get("dtype") or config.get("torch_dtype")) and (dtype := dense_dtype(checkpoint)):
-        config["dtype"] = DTYPES[dtype]  # without it, transformers may take that of a scale
+    if not (config.get("dtype") or config.get("torch_dtype")) and options.dtype:
+        config["dtype"] = DTYPES[options.dtype]  # without it, transformers may take that of a scale
     if options.importance is not None:
         options.importance.check_model(draft.modules, checkpoint.tensors, checkpoint.folder)
     patterns = (*options.exclude, *(options.include or ()))

@@ -58,6 +58,16 @@ def mxfp4_folder(tmp_path):
 
 
 @pytest.mark.parametrize("make", [fp8_folder, mxfp4_folder])
+def test_a_config_without_a_dtype(make, tmp_path):
+    """Weights are dequantized to that of the dense ones, as they are with `from_pretrained`."""
+    source, _ = make(tmp_path)
+    convert_checkpoint(source, tmp_path / "named", CPU, progress=False)
+    change_config(source, dtype=None)
+    convert_checkpoint(source, tmp_path / "not", CPU, progress=False)
+    same_tensors(tmp_path / "named", tmp_path / "not")
+
+
+@pytest.mark.parametrize("make", [fp8_folder, mxfp4_folder])
 def test_importance_is_that_of_the_dequantized_twin(make, tmp_path):
     source, twin = make(tmp_path)
     found, want = (files_importance(path, IDS, device="cpu", progress=False) for path in (source, twin))
