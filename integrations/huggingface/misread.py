@@ -190,8 +190,14 @@ class Verdict:
 
 
 @torch.no_grad()
-def judge(model: Any, asked: Sequence[Asked], progress: Callable[[Iterable], Iterable] = iter) -> Verdict:
-    """Compare what a server gave with `model`, which is in bf16 and is in fp32 afterwards.
+def judge(
+    model: Any,
+    asked: Sequence[Asked],
+    progress: Callable[[Iterable], Iterable] = iter,
+    exact_model: Callable[[], Any] | None = None,
+) -> Verdict:
+    """Compare what a server gave with `model`, which is in bf16 and is in fp32 afterwards. exact_model: loads it in
+    fp32, if its files have other numbers than bf16's.
 
     The server is right if its difference is within `Verdict.limit` and no misreading fits clearly better than the
     folder (`CLEARLY`). Activations in NVFP4 round differently after the least change before them, so two such models
@@ -211,7 +217,11 @@ def judge(model: Any, asked: Sequence[Asked], progress: Callable[[Iterable], Ite
     next(passes)
     rounded_other = log_probabilities(set_activations(model, other), asked)
     set_activations(model, mine)
-    model.to(torch.float32)  # transformers refuses .float() of 4-bit models
+    if exact_model is None:
+        model.to(torch.float32)  # transformers refuses .float() of 4-bit models
+    else:
+        model = exact_model()
+        known_ways = misreadings(model)
     next(passes)
     exact = log_probabilities(model, asked)
     difference, noise = _apart(given, [exact], known), _apart(rounded, [exact], known)

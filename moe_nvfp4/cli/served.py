@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from moe_nvfp4.integrations.huggingface.layerwise import check_ids
     from moe_nvfp4.integrations.huggingface.misread import judge
     from moe_nvfp4.progress import progress_bar
+    from moe_nvfp4.quantize.files import open_checkpoint
+    from moe_nvfp4.quantize.plan import dense_dtype
 
     for option in ("against", "plot"):
         if getattr(args, option) is not None:
@@ -66,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
     )
     model, _ = load(loading, None, tokenizer=False)
     bar = lambda names: progress_bar(names, desc="computed here", unit="model", show=not args.json)
-    verdict = judge(model, asked, bar)
+    in_bf16 = dense_dtype(open_checkpoint(source)) in (None, "BF16")
+    exact = lambda: load(loading, None, tokenizer=False, dtype=torch.float32)[0]
+    verdict = judge(model, asked, bar, None if in_bf16 else exact)
     if args.json:
         show_json({"folder": source, "server": server.url, "way": way, **as_json(verdict)})
     else:

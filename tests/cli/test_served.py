@@ -25,7 +25,7 @@ from moe_nvfp4.quantize.options import Options
 from tests.cli.commands import mistake, run
 from tests.folders import is_expert, quantized
 from tests.misread import PLANTED, W4A4, planted
-from tests.models import load, tensors
+from tests.models import load, make, qwen3_moe, tensors
 from tests.servers import Server
 
 
@@ -160,6 +160,16 @@ def test_right_servers(dialect, dtype, folder, tmp_path, capsys):
         run("verify", "--device", "cpu", "--server", f"{url}/v1/", tmp_path / "nvfp4")
         lines = capsys.readouterr().out.splitlines()
         assert lines[-1] == "right: the server computes what this folder says"
+
+
+def test_a_folder_that_is_not_in_bf16(folder, tmp_path, capsys):
+    """What is computed here in fp32 has not been rounded to bf16 before."""
+    shutil.copytree(folder, tmp_path / "fp16")
+    make(qwen3_moe, torch.float16).save_pretrained(tmp_path / "fp16")
+    convert_checkpoint(tmp_path / "fp16", tmp_path / "nvfp4", Options())
+    with serving(tmp_path / "nvfp4", dtype=torch.float32) as (_, url):
+        found = verdict(capsys, 0, "--server", url, tmp_path / "nvfp4")
+    assert found["right"] and found["difference"] < 1e-4 < 1e-2 < found["bf16_noise"]
 
 
 @pytest.mark.slow_after(1)
