@@ -10,6 +10,7 @@ FOLDER holds NVFP4 experts (ModelOpt or compressed-tensors), or bf16 ones, which
     config.py    the quantization config: which layers are ours, and which options and files are errors
     method.py    one MoE layer: its parameters and its forward
     linear.py    one linear, or several that vLLM fuses
+    arrived.py   whether all weights of vLLM's own layers have come
     adapters.py  LoRA adapters of experts; does not import vLLM
     lora.py      those that requests choose: experts in vLLM's own LoRA
     loading.py   fills an `NVFP4Experts` from single tensors; does not import vLLM

@@ -191,7 +191,8 @@ class ExpertsAdapter:
     def _names(self, module: str) -> dict[tuple[bool, str], str]:
         """(inner, side) -> name of the tensors that change the experts module of this name."""
         found = LAYER.match(f"{module}.")
-        return self.names.get(int(found[1]), {}) if found else {}
+        drafts = "mtp" in module.split(".")  # layers for multi-token prediction, which count from 0 again
+        return self.names.get(int(found[1]), {}) if found and not drafts else {}
 
     def _tensor(self, names: dict[tuple[bool, str], str], inner: bool, side: str) -> Tensor:
         if (inner, side) not in names:

@@ -243,15 +243,17 @@ class MoeNvfp4Config(QuantizationConfig):
 
     # ---- called for each layer
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
-        from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from moe_nvfp4.integrations.vllm import engine
+        from moe_nvfp4.integrations.vllm.arrived import check_loads
         from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
-        from moe_nvfp4.integrations.vllm.method import DenseLinearMethod, MoeNvfp4Method, watched
+        from moe_nvfp4.integrations.vllm.method import DenseLinearMethod, MoeNvfp4Method
 
         engine.complete()
+        check_loads()
         prefix = prefix.removeprefix("draft_model.")  # a draft model's prefix, which ignore lists do not have
         if isinstance(layer, ParallelLMHead):
             prefix = prefix or "lm_head"  # some of vLLM's models give no name (EXAONE, AFMoE)
@@ -286,9 +288,9 @@ class MoeNvfp4Config(QuantizationConfig):
             return MoeNvfp4Method(
                 layer, dialect, activations, self.recipe, self.adapter, self.placement, self.converted, self.said
             )
-        dense = self.base is None or self.ignores(prefix)
-        method = None if dense else self.base.get_quant_method(layer, prefix)
-        return watched(method or UnquantizedFusedMoEMethod(layer.moe_config), prefix)
+        if self.base is None or self.ignores(prefix):
+            return None  # vLLM runs them unquantized
+        return self.base.get_quant_method(layer, prefix)
 
     def runs_linears(self, activations: str) -> bool:
         """Whether NVFP4 linears with such activations are ours to run."""

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from moe_nvfp4.backends import Device, named
@@ -243,9 +244,11 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
 
 
 def complete() -> None:
-    """Mend what vLLM's own kernels for CPUs (0.32) get wrong. Called before a model makes its layers."""
+    """Mend what vLLM itself gets wrong: its kernels for CPUs (0.32), and a loader. Called before a model makes its
+    layers."""
     complete_router()
     complete_rope()
+    complete_loader()
 
 
 def complete_router() -> None:
@@ -293,6 +296,32 @@ def complete_rope() -> None:
 
     forward_cpu.complete = True  # type: ignore[attr-defined]
     RotaryEmbedding.forward_cpu = forward_cpu
+
+
+def complete_loader() -> None:
+    """Have vLLM's loader of experts take the correction bias of their router, where it is theirs (Laguna): it passes
+    over what no expert has."""
+    before = RoutedExperts.load_weights
+    if hasattr(before, "complete"):
+        return
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        name, came = "e_score_correction_bias", []
+
+        def others() -> Iterator[tuple[str, Tensor]]:
+            for key, tensor in weights:
+                if key != name or getattr(self, name, None) is None:
+                    yield key, tensor
+                    continue
+                bias = self.get_parameter(name)
+                getattr(bias, "weight_loader", default_weight_loader)(bias, tensor)
+                came.append(name)
+
+        yield from before(self, others())
+        yield from came
+
+    load_weights.complete = True  # type: ignore[attr-defined]
+    RoutedExperts.load_weights = load_weights
 
 
 def chosen_by_request() -> bool:

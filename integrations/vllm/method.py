@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -239,40 +239,6 @@ class DenseLinearMethod(UnquantizedLinearMethod):
         if self.check is not None:
             self.check()
         super().process_weights_after_loading(layer)
-
-
-def watched(method: Any, name: str) -> Any:
-    """`method` of vLLM's for experts that are not 4-bit here, which from now on refuses to go on without their weights.
-
-    Loaders of vLLM's models pass over names that they do not know (gpt-oss's: dense experts one by one), and vLLM looks
-    only in models without quantization whether a weight has come. name: of vLLM's module, for messages
-    """
-    create, process = method.create_weights, method.process_weights_after_loading
-
-    def first_numbers(layer: RoutedExperts) -> Iterator[tuple[str, Tensor]]:
-        """(name of a weight, the first number of each expert's matrix)."""
-        for key in ("w13_weight", "w2_weight"):
-            weight = getattr(layer, key, None)
-            if weight is not None and weight.dim() == 3 and weight.is_floating_point() and not weight.is_meta:
-                yield key, weight.data[:, 0, 0]
-
-    def create_weights(layer: RoutedExperts, *args: Any, **settings: Any) -> None:
-        create(layer, *args, **settings)
-        for _, numbers in first_numbers(layer):
-            numbers.copy_(torch.full(numbers.shape, torch.nan))
-
-    def process_weights_after_loading(layer: RoutedExperts) -> None:
-        for key, numbers in first_numbers(layer):
-            if len(missing := numbers.float().isnan().nonzero()):
-                raise ValueError(
-                    f"{name}: {key} of expert {int(missing[0])} of this rank did not come from the files (or is NaN): "
-                    "vLLM's loader for this model does not know the names that its dense experts have there. moe-nvfp4 "
-                    "quantize of the original, with --exclude, leaves them as they are; transformers reads such folders"
-                )
-        process(layer)
-
-    method.create_weights, method.process_weights_after_loading = create_weights, process_weights_after_loading
-    return method
 
 
 def _randomize(experts: NVFP4Experts) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ if not current_platform.is_cpu():
 from moe_nvfp4 import cli  # noqa: E402
 from moe_nvfp4.integrations.vllm import config as vllm_config  # noqa: E402
 from moe_nvfp4.integrations.vllm import engine  # noqa: E402
-from moe_nvfp4.integrations.vllm.method import watched  # noqa: E402
+from moe_nvfp4.integrations.vllm.arrived import _checking, left, mark  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.options import Options  # noqa: E402
 from moe_nvfp4.quantize.recipes import quantize_matrix  # noqa: E402
@@ -200,22 +201,30 @@ def test_dense_experts_one_by_one(tmp_path):
     save_file(files, path / "model.safetensors", {"format": "pt"})
     quantization = json.loads((path / "config.json").read_text())["quantization_config"]
     change_config(path, quantization_config=quantization | {"ignore": [*quantization["ignore"], f"{experts}*"]})
-    with pytest.raises(ValueError, match="layers.1.mlp.experts: w13_weight of expert 0 .*did not come"):
+    with pytest.raises(ValueError, match="layers.1.mlp.experts.*w13_weight.*did not come"):
         generate(path)
 
 
-@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
-def test_routing_with_a_correction_bias(dialect, tmp_path):
-    """Experts without groups, of which vLLM's router on a CPU (0.32) leaves out the bias."""
+def ernie(**small):
     from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 
-    def ernie():
-        small = SMALL | dict(head_dim=32, hidden_size=128)
-        return Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(
-            **small, intermediate_size=96, moe_intermediate_size=64, moe_num_experts=8, moe_k=2,
-            moe_num_shared_experts=1, moe_layer_start_index=1))  # fmt: skip
+    return Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(
+        **small, moe_num_experts=8, moe_k=2, moe_num_shared_experts=1, moe_layer_start_index=1))  # fmt: skip
 
-    source = folder(tmp_path, ernie)
+
+def laguna(**small):
+    from transformers import LagunaConfig, LagunaForCausalLM
+
+    return LagunaForCausalLM(LagunaConfig(
+        **small, num_experts=8, num_experts_per_tok=2, shared_expert_intermediate_size=64))  # fmt: skip
+
+
+@pytest.mark.parametrize("family, dialect", [(ernie, "modelopt"), (ernie, "compressed-tensors"), (laguna, "modelopt")])
+def test_routing_with_a_correction_bias(family, dialect, tmp_path):
+    """Experts without groups, of which vLLM's router on a CPU (0.32) leaves out the bias. Laguna's is a parameter of
+    the experts, over which vLLM's loader passes."""
+    small = SMALL | dict(head_dim=32, hidden_size=128, intermediate_size=96, moe_intermediate_size=64)
+    source = folder(tmp_path, lambda: family(**small))
     biases = [t for name, t in tensors(source).items() if name.endswith("e_score_correction_bias")]
     assert biases and min(bias.std() for bias in biases) > 0.01
     convert_checkpoint(source, tmp_path / "nvfp4", Options(dialect=dialect), progress=False)
@@ -560,28 +569,17 @@ def test_vllms_own_quantization_while_loading_is_refused():
             config.maybe_update_config("model")
 
 
-def experts_of_vllm(monkeypatch):
-    """An experts module of vLLM's, and what stands for vLLM's own way to run it."""
-    from vllm.model_executor.layers import fused_moe
-
-    layer, method = object.__new__(fused_moe.RoutedExperts), SimpleNamespace(create_weights=1)
-    method.process_weights_after_loading, layer.__dict__["moe_config"] = 1, method
-    monkeypatch.setattr(fused_moe, "UnquantizedFusedMoEMethod", lambda moe_config: moe_config)
-    return layer, method
-
-
 def test_options_without_an_effect_are_refused(monkeypatch):
     """They are refused when the first linear of bf16 files has been loaded: all modules exist then."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
-
-    layer, given = experts_of_vllm(monkeypatch)
 
     def load(experts, exclude, whole=True, dense=False):
         config = Config().choose({"exclude": exclude})
         monkeypatch.setattr(engine, "whole_and_dense", lambda: (whole, dense))
         linear = config.get_quant_method(object.__new__(LinearBase), "model.layers.0.self_attn.qkv_proj")
         for name in experts:
-            assert config.get_quant_method(layer, name) is given
+            assert config.get_quant_method(object.__new__(RoutedExperts), name) is None
         linear.process_weights_after_loading(torch.nn.Linear(16, 16))
 
     here = "model.layers.0.mlp.experts"
@@ -594,9 +592,10 @@ def test_options_without_an_effect_are_refused(monkeypatch):
         load([], [], dense=True)
 
 
-def test_an_adapter_of_experts_that_stay_dense_is_refused(monkeypatch):
+def test_an_adapter_of_experts_that_stay_dense_is_refused():
     """vLLM would run them without it."""
-    experts, method = experts_of_vllm(monkeypatch)
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
     config = Config().choose({"exclude": ["*.layers.0.*"]})
     config.adapter = SimpleNamespace(changes=lambda module: ".1." not in module)
     for layer in (0, 2):
@@ -604,37 +603,92 @@ def test_an_adapter_of_experts_that_stay_dense_is_refused(monkeypatch):
         with pytest.raises(
             NotImplementedError, match=rf"layers\.{layer}\.mlp\.experts is not 4-bit here, and the adapt"
         ):
-            config.get_quant_method(experts, f"model.layers.{layer}.mlp.experts")
+            config.get_quant_method(object.__new__(RoutedExperts), f"model.layers.{layer}.mlp.experts")
     config.exclude = ["*.layers.1.*"]
-    assert config.get_quant_method(experts, "model.layers.1.mlp.experts") is method
+    assert config.get_quant_method(object.__new__(RoutedExperts), "model.layers.1.mlp.experts") is None
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.gate", "self_attn.q_norm", "embed_tokens", "lm_head"])
+def test_a_folder_without_a_weight(folders, tmp_path, name):
+    """vLLM looks for these only in models without quantization, and would answer from what is in memory."""
+    path = shutil.copytree(folders / "modelopt", tmp_path / "nvfp4")
+    files = {key: t for key, t in tensors(path).items() if f"{name}.weight" not in key or "layers.0" in key}
+    assert len(files) < len(tensors(path))
+    save_file(files, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{name.replace('k_proj', 'qkv_proj')}.weight.*did not come from the files"):
+        generate(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
-def test_weights_of_other_experts_that_do_not_come(dtype):
-    """vLLM looks for them only in models without quantization."""
+def test_weights_of_vllms_own_layers_that_do_not_come(dtype):
+    """A part of a fused linear, an expert's matrix, a bias; but not scales that files may lack, nor rows that vLLM adds
+    to a part that came."""
+    model = torch.nn.ModuleDict({name: torch.nn.Module() for name in ("qkv", "experts", "norm", "head", "cache")})
+    model["qkv"].output_partition_sizes, model["qkv"].quant_method = [4, 2, 2], object()
+    shapes = {"qkv.weight": (8, 3), "qkv.bias": (8,), "qkv.input_scale": (3,), "experts.w13_weight": (2, 8, 3),
+              "experts.w2_weight": (2, 3, 4), "norm.weight": (3,), "norm.factor": (), "head.weight": (8, 3),
+              "cache.k_scale": ()}  # fmt: skip
+    model["experts"].quant_method, model["cache"].quant_method = object(), object()
+    for name, shape in shapes.items():
+        module, _, last = name.partition(".")
+        model[module].register_parameter(last, torch.nn.Parameter(torch.full(shape, 2.0).to(dtype), False))
+    model["qkv"].register_parameter("codes", torch.nn.Parameter(torch.ones(2, 2, dtype=torch.uint8), False))
 
-    def create_weights(layer):
-        for name, rows in (("w13", 8), ("w2", 6)):
-            layer.register_parameter(f"{name}_weight", torch.nn.Parameter(torch.zeros(3, rows, 4).to(dtype), False))
-        layer.register_parameter("w2_weight_scale", torch.nn.Parameter(torch.ones(3), False))
+    def missing(*lost):
+        """lost: (name, index of what does not come)"""
+        before = mark(model)
+        assert "qkv.codes" not in before and "qkv.input_scale" not in before and "cache.k_scale" not in before
+        for name in before:
+            p = model.get_parameter(name).data
+            rows = [i for n, i in lost if n == name]
+            keep = torch.ones(p.shape, dtype=torch.bool)
+            for i in rows:
+                keep[i] = False
+            p.copy_(torch.where(keep, torch.full(p.shape, 1.0), p.float()))
+        found = left(model, before)
+        for name in before:
+            p = model.get_parameter(name).data.float()
+            assert not p.isnan().any()
+            for i in [i for n, i in lost if n == name]:
+                assert (p[i] == 2).all()
+                p[i] = 1
+            assert (p == 1).all()
+            model.get_parameter(name).data.fill_(2)
+        return found
 
-    done = []
-    method = SimpleNamespace(create_weights=create_weights, process_weights_after_loading=done.append)
-    for missing, text in ((("w13", 2), "w13_weight of expert 2"), (("w2", 0), "w2_weight of expert 0"), (None, None)):
-        layer = torch.nn.Module()
-        one = watched(SimpleNamespace(**vars(method)), "layers.1")
-        one.create_weights(layer)
-        for name in ("w13", "w2"):
-            for e in range(3):
-                if (name, e) != missing:
-                    getattr(layer, f"{name}_weight").data[e] = torch.zeros(getattr(layer, f"{name}_weight").shape[1:])
-        if text is None:
-            one.process_weights_after_loading(layer)
-            assert done == [layer] and (layer.w2_weight_scale == 1).all()
-            continue
-        with pytest.raises(ValueError, match=f"^layers.1: {text} of this rank did not come"):
-            one.process_weights_after_loading(layer)
-        assert not done
+    whole = slice(None)
+    assert missing() == []
+    for name in ("qkv.weight", "qkv.bias"):
+        assert missing((name, slice(4, 6))) == [name]  # k
+        assert missing((name, slice(3, 5))) == []
+    assert missing(("experts.w13_weight", (1, slice(0, 4)))) == ["experts.w13_weight"]  # gate of expert 1
+    assert missing(("experts.w13_weight", (1, slice(6, 8)))) == []
+    assert missing(("experts.w2_weight", 0), ("norm.weight", whole), ("head.weight", whole)) == [
+        "experts.w2_weight", "norm.weight", "head.weight"]  # fmt: skip
+    assert missing(("norm.factor", ...), ("head.weight", slice(7, 8))) == ["norm.factor"]
+
+
+def test_a_draft_model_takes_another_ones_embedding():
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    embedding = object.__new__(VocabParallelEmbedding)
+    torch.nn.Module.__init__(embedding)
+    embedding.register_parameter("weight", torch.nn.Parameter(torch.ones(3, 2)))
+    model = torch.nn.ModuleDict({"embed_tokens": embedding, "norm": torch.nn.LayerNorm(2)})
+    seen = {"generate": [], "draft": []}
+
+    class Loader:
+        def load_weights(self, model, model_config):
+            seen[model_config.runner_type] = [name for name, p in model.named_parameters() if p.isnan().any()]
+
+    load = _checking(Loader.load_weights)
+    for runner in seen:
+        with pytest.raises(ValueError, match="did not come"):
+            load(Loader(), model, SimpleNamespace(quantization="moe_nvfp4", runner_type=runner))
+    norm = ["norm.weight", "norm.bias"]
+    assert seen == {"generate": ["embed_tokens.weight", *norm], "draft": norm}
+    load(Loader(), model, SimpleNamespace(quantization=None, runner_type="generate"))
+    assert seen["generate"] == []
 
 
 def test_fused_names_are_ignored_with_their_parts():

@@ -115,6 +115,7 @@ def test_parts_of_ranks(model):
     assert torch.equal(some[0][0], up[[5, 2]]) and torch.equal(some[1][0], down[[5, 2]])
     assert whole(adapter, layer=7) == ((), ())
     assert adapter.changes("model.layers.1.mlp.experts") and not adapter.changes("model.layers.7.mlp.experts")
+    assert not adapter.changes("mtp.layers.1.mlp.experts")  # a draft module's own layer
 
 
 def changed(model, path, change, of="both", **said):

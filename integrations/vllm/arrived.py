@@ -1,0 +1,97 @@
+"""Whether the weights of all layers that vLLM runs itself have come from the files: linears, embeddings, norms, experts
+that are not 4-bit. Loaders of vLLM's models pass over names that they do not know, and vLLM looks for what did not come
+only in models without quantization, and not in linears: it would answer from what is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
+
+from moe_nvfp4.integrations.vllm import NAME
+from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
+
+# Scales of caches are optional, and our own linears have looked for theirs
+OTHERS = (BaseKVCacheMethod, NVFP4LinearMethod)
+
+
+def check_loads() -> None:
+    """Have vLLM's loaders of files refuse to go on without a weight. Called before a model makes its layers."""
+    for loader in (DefaultModelLoader, RunaiModelStreamerLoader):
+        if not hasattr(loader.load_weights, "checks"):
+            loader.load_weights = _checking(loader.load_weights)
+
+
+def _checking(load: Callable[..., None]) -> Callable[..., None]:
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        if model_config.quantization != NAME:
+            return load(self, model, model_config)
+        # a draft model may take the embedding and the head of the model that it drafts for
+        before = mark(model, (VocabParallelEmbedding,) if model_config.runner_type == "draft" else ())
+        load(self, model, model_config)
+        if missing := left(model, before):
+            names = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
+            raise ValueError(
+                f"{names}: all or a part did not come from the files, or is NaN: the checkpoint is incomplete, or "
+                "vLLM's loader for this model does not know the name that it has there. transformers reads such "
+                "folders, if they are complete (moe-nvfp4 serve MODEL --engine transformers)"
+            )
+
+    load_weights.checks = True  # type: ignore[attr-defined]
+    return load_weights
+
+
+def mark(model: nn.Module, but: tuple[type[nn.Module], ...] = ()) -> dict[str, Tensor]:
+    """Make the first column of each parameter NaN. Returns what was there: name of the parameter -> [rows].
+
+    but  modules that may lack weights
+    """
+    before = {}
+    for name, p in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        method, last = getattr(module, "quant_method", None), name.rpartition(".")[2]
+        # vLLM's methods for other formats have scales that files may lack
+        known = method is None or last in ("bias", "weight") or last.endswith(("_bias", "_weight"))
+        skipped = p.is_meta or not p.numel() or not p.is_floating_point() or not known
+        if skipped or isinstance(method, OTHERS) or isinstance(module, but):
+            continue
+        before[name] = _first_column(p).clone()
+        _first_column(p).copy_(torch.full_like(before[name], torch.nan, dtype=torch.float32))
+    return before
+
+
+def left(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
+    """The parameters of which a whole part is still as `mark` left it. Where a row is, and its part came (vLLM fills
+    up some weights to a size that its kernels want), it becomes what it was."""
+    missing = []
+    for name, rows in before.items():
+        p = model.get_parameter(name)
+        column = _first_column(p)
+        nan = column.float().isnan()
+        if not nan.any():
+            continue
+        if any(part.all() for part in _parts(model.get_submodule(name.rpartition(".")[0]), nan)):
+            missing.append(name)
+        column.copy_(torch.where(nan, rows.float(), column.float()))
+    return missing
+
+
+def _first_column(p: nn.Parameter) -> Tensor:
+    return p.data[..., 0] if p.dim() > 1 else p.data.view(-1)
+
+
+def _parts(module: nn.Module, rows: Tensor) -> Iterator[Tensor]:
+    """The rows of each matrix that files have for a parameter: of q, k and v; of each expert's gate and up."""
+    sizes = getattr(module, "output_partition_sizes", [])
+    if rows.dim() > 1:  # experts
+        for expert in rows:
+            yield from expert.chunk(2)
+    else:
+        yield from rows.split(sizes if sum(sizes) == len(rows) else max(len(rows), 1))
