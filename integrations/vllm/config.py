@@ -90,6 +90,7 @@ class MoeNvfp4Config(QuantizationConfig):
         self.placement = Placement()
         self.dense: list[str] = []  # matrices that stay dense, as the files name them, if these are here
         self.experts: list[str] = []  # the experts modules that vLLM has asked about
+        self.has_said = False  # how vLLM runs linears
         self.said: dict[str, Any] = {}  # what the model's config says of the experts' gate
         if base is not None:
             self.packed_modules_mapping = base.packed_modules_mapping
@@ -268,6 +269,8 @@ class MoeNvfp4Config(QuantizationConfig):
                 runs = activations and (self.activations or activations)
                 if runs and self.runs_linears(runs):
                     return NVFP4LinearMethod(prefix, self.info.dialect, runs)
+                if runs:
+                    self.say(runs, activations if engine.has_fp4() else "bf16")
             return None if self.base is None else self.base.get_quant_method(layer, prefix)
         engine.check_load_format(prefix, self.form)
         self.experts.append(prefix)
@@ -301,6 +304,17 @@ class MoeNvfp4Config(QuantizationConfig):
             return True
         problem = Problem("linear", 1, 128, 128, "raw", activations, torch.get_default_dtype())
         return activations == "bf16" and explain(problem, Device.of(device)).backend.name == "sm90"
+
+    def say(self, wanted: str, theirs: str) -> None:
+        """Say once that vLLM's kernels compute 4-bit linears with other activations than the folder or the user wants."""
+        from moe_nvfp4.integrations.vllm import engine
+
+        if theirs != wanted and not self.has_said:
+            self.has_said = True
+            engine.log(
+                f"4-bit linears run on vLLM's kernels, with {theirs} activations here, and {wanted} ones were asked for "
+                """(experts have these): --hf-overrides '{"moe_nvfp4": {"linears": "moe_nvfp4"}}' runs linears so, too"""
+            )
 
     def check_effect(self, whole: bool, dense: bool) -> None:
         """ValueError if the model has no experts, or if a pattern of `exclude` matches none of them. Called when all

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.platforms import current_platform
 
 from moe_nvfp4.backends import Device, named
 from moe_nvfp4.experts import NVFP4Experts
@@ -634,6 +635,11 @@ def model_class() -> str:
 def log(text: str) -> None:
     """A line of vLLM's log."""
     init_logger("vllm.moe_nvfp4").info(text)
+
+
+def has_fp4() -> bool:
+    """Whether the GPU multiplies NVFP4 by NVFP4. Elsewhere vLLM's kernels for such linears take bf16 activations."""
+    return current_platform.has_device_capability(100)
 
 
 def dummy_weights() -> bool:

@@ -230,6 +230,33 @@ def test_rows_of_w4a4_that_ranks_would_scale_in_parts(monkeypatch):
         made("bf16", 24, 48)
 
 
+@pytest.mark.parametrize("fp4", [False, True])
+def test_other_activations_are_said(monkeypatch, fp4):
+    """vLLM's kernels know nothing of the option, and before Blackwell they take bf16 activations only."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from moe_nvfp4.integrations.vllm import engine
+
+    said: list[str] = []
+    monkeypatch.setattr(engine, "log", said.append)
+    monkeypatch.setattr(engine, "has_fp4", lambda: fp4)
+    for algo, chosen, says in [
+        ("NVFP4", None, not fp4), ("NVFP4", "nvfp4", not fp4), ("NVFP4", "bf16", fp4), ("W4A16_NVFP4", None, False),
+        ("W4A16_NVFP4", "nvfp4", True), ("NVFP4", "nvfp4_four_over_six", True),
+    ]:  # fmt: skip
+        config = MoeNvfp4Config.from_config({"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head"]})
+        config.choose({"linears": "vllm"} | ({"activations": chosen} if chosen else {}))
+        config.base = SimpleNamespace(
+            is_layer_excluded=lambda prefix: False, get_quant_method=lambda layer, prefix: "vLLM's"
+        )
+        said.clear()
+        for name in ("q_proj", "o_proj"):
+            layer = object.__new__(LinearBase)
+            assert config.get_quant_method(layer, f"model.layers.0.self_attn.{name}") == "vLLM's"
+        assert len(said) == says, (algo, chosen)
+        assert not says or f"and {chosen or 'nvfp4'} ones were asked for" in said[0]
+
+
 def test_whose_kernels(monkeypatch):
     """On a CPU these, and the Hopper kernels; vLLM's where it is told; on bf16 files the option has no meaning."""
     config = MoeNvfp4Config.from_config({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
