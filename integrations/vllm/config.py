@@ -338,7 +338,9 @@ class MoeNvfp4Config(QuantizationConfig):
             return True  # in vLLM a Mamba module of Granite 4, Falcon-H1 and Jamba has another name than its weights
         head, _, last = prefix.rpartition(".")
         parts = [f"{head}.{part}" for part in self.packed_modules_mapping.get(last, ())]
-        named = lambda module: any(matches(pattern, module) for pattern in self.ignore)
+        # vLLM's Aria gives shared experts no name but the last one
+        names = [] if head else self.dense
+        named = lambda module: any(matches(p, module) for p in self.ignore) or any(n.endswith(module) for n in names)
         return named(prefix) or bool(parts) and all(map(named, parts))
 
     # ---- set by models, and passed on to the base

@@ -300,23 +300,27 @@ def complete_rope() -> None:
 
 
 def complete_loader() -> None:
-    """Have vLLM's loader of experts take the correction bias of their router, where it is theirs (Laguna): it passes
-    over what no expert has."""
+    """Have vLLM's loader of experts take the correction bias of their router where it is theirs (Laguna), over which it
+    passes, and gate and up of one expert where a model's mapper calls both gate_up_proj, as of a dense MLP (Aria)."""
     before = RoutedExperts.load_weights
     if hasattr(before, "complete"):
         return
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         name, came = "e_score_correction_bias", []
+        parts = self.ckpt_gate_proj_name, self.ckpt_up_proj_name
 
         def others() -> Iterator[tuple[str, Tensor]]:
             for key, tensor in weights:
-                if key != name or getattr(self, name, None) is None:
-                    yield key, tensor
+                if key == name and getattr(self, name, None) is not None:
+                    bias = self.get_parameter(name)
+                    getattr(bias, "weight_loader", default_weight_loader)(bias, tensor)
+                    came.append(name)
                     continue
-                bias = self.get_parameter(name)
-                getattr(bias, "weight_loader", default_weight_loader)(bias, tensor)
-                came.append(name)
+                e, _, rest = key.partition(".gate_up_proj.")
+                if e.isdecimal() and hasattr(tensor, "shard_id"):
+                    key = f"{e}.{parts[tensor.shard_id]}.{rest}"
+                yield key, tensor
 
         yield from before(self, others())
         yield from came

@@ -80,12 +80,13 @@ def _tokenizer(path):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
 
 
-def by_transformers(path, prompts=PROMPTS, dtype=torch.float32, adapter=None, **kwargs):
-    """The same as `generate`, computed with this library under transformers, and PEFT."""
+def by_transformers(path, prompts=PROMPTS, dtype=torch.float32, adapter=None, model=None, **kwargs):
+    """The same as `generate`, computed with this library under transformers, and PEFT. model: its class, if it is none of
+    causal language models."""
     import moe_nvfp4.integrations.huggingface  # noqa: F401
     from tests.models import load
 
-    model = load(path, dtype, **kwargs)
+    model = load(path, dtype, **kwargs) if model is None else model.from_pretrained(path, dtype=dtype).eval()
     if adapter is not None:
         from peft import PeftModel
 
@@ -229,6 +230,27 @@ def test_routing_with_a_correction_bias(family, dialect, tmp_path):
     assert biases and min(bias.std() for bias in biases) > 0.01
     convert_checkpoint(source, tmp_path / "nvfp4", Options(dialect=dialect), progress=False)
     same(generate(tmp_path / "nvfp4"), by_transformers(tmp_path / "nvfp4"))
+
+
+def test_aria(tmp_path):
+    """vLLM's model calls gate and up of an expert as it calls a dense MLP's, and gives shared experts no name."""
+    from transformers import AriaConfig, AriaForConditionalGeneration, AriaImageProcessor, AriaProcessor, AutoTokenizer
+
+    text = SMALL | dict(model_type="aria_text", hidden_size=128, head_dim=32, intermediate_size=64, moe_num_experts=4,
+                        moe_topk=2, moe_num_shared_experts=1)  # fmt: skip
+    vision = dict(model_type="idefics3_vision", hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                  num_attention_heads=2, image_size=56, patch_size=14)  # fmt: skip
+    config = AriaConfig(text_config=text, vision_config=vision, vision_feature_layer=-1, image_token_id=90,
+                        projector_patch_to_query_dict={16: 4})  # fmt: skip
+    folder(tmp_path, lambda: AriaForConditionalGeneration(config))
+    convert_checkpoint(tmp_path / "bf16", path := tmp_path / "nvfp4", progress=False)
+    _tokenizer(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.image_token, tokenizer.image_token_id = "t90", 90
+    AriaProcessor(AriaImageProcessor(), tokenizer).save_pretrained(path)
+    prompts = [[min(token, 89) for token in prompt] for prompt in PROMPTS]  # 90 is an image
+    found = generate(path, prompts, skip_tokenizer_init=False, limit_mm_per_prompt={"image": 0})
+    same(found, by_transformers(path, prompts, model=AriaForConditionalGeneration))
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
@@ -707,6 +729,17 @@ def test_mamba_modules_have_other_names_in_vllm():
     assert config.ignores("model.layers.0.mixer.in_proj") and config.ignores("model.layers.0.mixer.q_proj")
     assert not config.ignores("model.layers.0.mixer")  # Nemotron-H's experts are in a module of that name
     assert not Config.from_config(NVFP4).ignores("model.layers.0.mixer.in_proj")
+
+
+def test_a_linear_without_a_name():
+    """What the files have under that name decides, if they are here."""
+    config = Config.from_config(NVFP4 | {"ignore": ["model.layers.*.mlp.shared_experts*", "lm_head"]})
+    assert not config.ignores(".down_proj") and not config.ignores(".gate_up_proj")
+    config.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    config.dense = [f"model.layers.0.mlp.shared_experts.{part}_proj" for part in ("gate", "down")]
+    assert config.ignores(".down_proj") and not config.ignores(".gate_up_proj")
+    config.dense.append("model.layers.0.mlp.shared_experts.up_proj")
+    assert config.ignores(".gate_up_proj") and not config.ignores("model.layers.0.mlp.gate_up_proj")
 
 
 def test_a_name_that_vllm_empties_does_not_match_all():
