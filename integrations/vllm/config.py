@@ -262,8 +262,8 @@ class MoeNvfp4Config(QuantizationConfig):
             if isinstance(layer, LinearBase) and self.base is None:
                 return DenseLinearMethod(prefix, partial(self.check_effect, *engine.whole_and_dense()))
             # vLLM's ModelOpt reader compares wildcards with fused names only: "*.q_proj" does not exclude "qkv_proj"
-            if isinstance(layer, LinearBase) and self.ignores(prefix):
-                return DenseLinearMethod(prefix)
+            if isinstance(layer, LinearBase | ParallelLMHead) and self.ignores(prefix):
+                return DenseLinearMethod(prefix) if isinstance(layer, LinearBase) else None
             if isinstance(layer, LinearBase | ParallelLMHead) and self.info is not None:
                 activations = engine.linear_activations(self.base, prefix, self.info.activations)
                 runs = activations and (self.activations or activations)
@@ -306,14 +306,14 @@ class MoeNvfp4Config(QuantizationConfig):
         return activations == "bf16" and explain(problem, Device.of(device)).backend.name == "sm90"
 
     def say(self, wanted: str, theirs: str) -> None:
-        """Say once that vLLM's kernels compute 4-bit linears with other activations than the folder or the user wants."""
+        """Say once that vLLM's kernels run 4-bit linears with other activations than the folder or the user wants."""
         from moe_nvfp4.integrations.vllm import engine
 
         if theirs != wanted and not self.has_said:
             self.has_said = True
             engine.log(
-                f"4-bit linears run on vLLM's kernels, with {theirs} activations here, and {wanted} ones were asked for "
-                """(experts have these): --hf-overrides '{"moe_nvfp4": {"linears": "moe_nvfp4"}}' runs linears so, too"""
+                f"4-bit linears run on vLLM's kernels, with {theirs} activations, and {wanted} ones were asked for "
+                """(experts have these): --hf-overrides '{"moe_nvfp4": {"linears": "moe_nvfp4"}}' has linears run so"""
             )
 
     def check_effect(self, whole: bool, dense: bool) -> None:

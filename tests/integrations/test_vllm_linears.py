@@ -60,6 +60,22 @@ def test_vllm_itself_finds_the_head(folders):
             assert (config.get_scheme_dict(head, prefix) is not None) == there
 
 
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_a_dense_head_that_vllm_renames(dialect, folders):
+    """Qwen3-VL's is language_model.lm_head in vLLM, and lm_head on the ignore list."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    mapper = WeightsMapper(orig_to_new_prefix={"lm_head.": "language_model.lm_head."})
+    said = json.loads((folders / dialect / "config.json").read_text())["quantization_config"]
+    for dense in (True, False):
+        config = MoeNvfp4Config.from_config(said | {"ignore": ["lm_head"] if dense else ["model.embed_tokens"]})
+        config.dense = ["lm_head"] * dense  # of the files
+        config.apply_vllm_mapper(mapper)
+        method = config.get_quant_method(object.__new__(ParallelLMHead), "language_model.lm_head")
+        assert method is None if dense else type(method).__name__ == "NVFP4LinearMethod"
+
+
 def biased():
     """Biases of q, k and v; a shared expert with its own gate; heads that vLLM's attention on a CPU has."""
     small = qwen2_moe()
