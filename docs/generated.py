@@ -18,6 +18,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -430,7 +431,9 @@ def speed_plot() -> str:
     series = [("moe_nvfp4, NVFP4", [ours[T] for T in tokens], "#00897b")]
     for row, color in zip(peers["rows"][:2], ("#8e99a4", "#b9c2ca"), strict=True):
         series.append((row[1], [ours[T] / float(r) for T, r in zip(tokens, row[2:], strict=True)], color))
-    width, height, left, bottom, unit = 760, 322, 40, 250, 28  # unit: pixels for "as fast as bf16"
+    width, height, left, bottom = 760, 322, 40, 250
+    top = ceil(max(max(values) for _, values, _ in series))
+    unit = 224 // top  # pixels for "as fast as bf16"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="12">',
@@ -438,7 +441,7 @@ def speed_plot() -> str:
         '<text x="14" y="22" font-size="14">One layer of Qwen3-30B-A3B on an H200, T tokens: speed relative to '
         "transformers' bf16 experts</text>",
     ]
-    for i in range(8):
+    for i in range(top):
         y = bottom - unit * i
         parts.append(
             f'<line x1="{left}" x2="{width - 14}" y1="{y}" y2="{y}" stroke="{"#444" if i == 1 else "#e3e6e8"}"/>'

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from moe_nvfp4._version import __version__
@@ -20,7 +21,7 @@ from moe_nvfp4.quantize.dialects import (
     QuantizationInfo,
     read_config,
 )
-from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts, read_json
+from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, expert_counts, read_json
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.jobs import (
     Job,
@@ -627,3 +628,8 @@ def dense_dtype(checkpoint: Checkpoint) -> str | None:
         if stored.dtype in DTYPES:
             sizes[stored.dtype] += stored.size
     return config_dtype(checkpoint.config) or max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def model_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype to load these files in: `dense_dtype`; bf16 if there is none."""
+    return TORCH_DTYPES[dense_dtype(checkpoint) or "BF16"]

@@ -35,10 +35,10 @@ from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.converters import model_conversions
 from moe_nvfp4.quantize.dense import dense_tensors
-from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, identity_experts, open_checkpoint
+from moe_nvfp4.quantize.files import Checkpoint, identity_experts, open_checkpoint
 from moe_nvfp4.quantize.layouts.base import Given
 from moe_nvfp4.quantize.model import ModelTensors
-from moe_nvfp4.quantize.plan import dense_dtype, nvfp4_info
+from moe_nvfp4.quantize.plan import model_dtype, nvfp4_info
 
 
 class _LayerDone(Exception):
@@ -231,8 +231,7 @@ class LayerFiles:
         known = [getattr(transformers, name, None) for name in config.architectures or ()]
         if not known or known[0] is None:
             raise ValueError(f"transformers {transformers.__version__} has no model {config.architectures}")
-        dtype = TORCH_DTYPES[dense_dtype(checkpoint) or "BF16"]
-        return cls(checkpoint, on_meta(known[0], config, dtype), device, as_saved=True)
+        return cls(checkpoint, on_meta(known[0], config, model_dtype(checkpoint)), device, as_saved=True)
 
     @property
     def exact(self) -> bool:

@@ -37,8 +37,8 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import calibrate, set_activations
     from moe_nvfp4.quantize.convert import copy_files, other_files
-    from moe_nvfp4.quantize.files import TORCH_DTYPES, StagingDir, open_checkpoint
-    from moe_nvfp4.quantize.plan import dense_dtype
+    from moe_nvfp4.quantize.files import StagingDir, open_checkpoint
+    from moe_nvfp4.quantize.plan import model_dtype
 
     if args.destination.exists():
         raise ValueError(f"{args.destination} exists: name a folder that does not, or remove it first")
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         others.remove(card)
         left_out[card.name] = f"it describes {args.model}"
     with StagingDir(args.destination.absolute(), {"the run": os.urandom(8).hex()}) as place:  # never resumed
-        model, tokenizer = load(args, "nvfp4", dtype=TORCH_DTYPES[dense_dtype(files) or "BF16"])
+        model, tokenizer = load(args, "nvfp4", dtype=model_dtype(files))
         windows = windows_of(args, tokenizer, text, model.config)
         calibrate(model, windows[:, None])
         if model.hf_quantizer.quantization_config.activations == "bf16":

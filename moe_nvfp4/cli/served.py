@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from moe_nvfp4.integrations.huggingface.misread import judge
     from moe_nvfp4.progress import progress_bar
     from moe_nvfp4.quantize.files import open_checkpoint
-    from moe_nvfp4.quantize.plan import dense_dtype
+    from moe_nvfp4.quantize.plan import model_dtype
 
     for option in ("against", "plot"):
         if getattr(args, option) is not None:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     )
     model, _ = load(loading, None, tokenizer=False)
     bar = lambda names: progress_bar(names, desc="computed here", unit="model", show=not args.json)
-    in_bf16 = dense_dtype(open_checkpoint(source)) in (None, "BF16")
+    in_bf16 = model_dtype(open_checkpoint(source)) == torch.bfloat16
     exact = lambda: load(loading, None, tokenizer=False, dtype=torch.float32)[0]
     verdict = judge(model, asked, bar, None if in_bf16 else exact)
     if args.json:

@@ -158,11 +158,14 @@ class Layer:
         weights = rng.integers(1, 1 << 16, ids.shape) / 2**16
         return module, torch.from_numpy(x).bfloat16(), torch.from_numpy(ids), torch.from_numpy(weights).float()
 
+    def on(self, device):
+        """`inputs`, with packed weights in place of the module, on `device`."""
+        module, *rest = self.inputs()
+        return pack_weights(module.to(device).weights), *(t.to(device) for t in rest)
+
     def run(self, device):
         """Run the layer on `device`, and return the outputs of every launch."""
-        module, *rest = self.inputs()
-        packed = pack_weights(module.to(device).weights)
-        x, ids, weights = (t.to(device) for t in rest)
+        packed, x, ids, weights = self.on(device)
         plan = sm90.choose_plan(packed, *ids.shape, sm90.multiprocessors(x.device))
         config = replace(plan.config, gathered=self.gathered)
         plan = replace(plan, tile=self.tile, split_k=self.split_k, config=config)
@@ -180,9 +183,7 @@ class Token(Layer):
         return module, x[:1], torch.tensor([slots]), weights.reshape(1, -1)[:, : len(slots)]
 
     def run(self, device):
-        module, *rest = self.inputs()
-        x, ids, weights = (t.to(device) for t in rest)
-        w = pack_weights(module.to(device).weights)
+        w, x, ids, weights = self.on(device)
         return sm90._experts_of_one(x, ids, weights, w, None, torch.empty_like(x))
 
 

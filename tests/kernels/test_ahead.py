@@ -232,7 +232,6 @@ def own_cache(tmp_path, monkeypatch):
     ahead.kernel_folder.cache_clear()
 
 
-@pytest.mark.slow
 def test_whatever_is_compiled_is_in_the_key(tmp_path):
     """Files with kernels take numbers from files that `sources` hashes; `Groups` is what their host code returns."""
     for path in ahead.KERNELS.rglob("*.py"):
@@ -250,6 +249,7 @@ def test_whatever_is_compiled_is_in_the_key(tmp_path):
     assert len(set(hashes)) == 4
 
 
+@pytest.mark.slow
 def test_kernels_are_built_once(own_cache, tmp_path, monkeypatch):
     pytest.importorskip("cutlass", reason="CuTe DSL compiles the kernels")
     assert ahead.build(JOBS, GPUS["sm90"], progress=False) == 2

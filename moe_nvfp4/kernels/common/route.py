@@ -33,6 +33,11 @@ def local_id(id: Int32, mMap: cute.Tensor | None):
     return id
 
 
+def print_illegal(E: Int32):
+    """What is printed of an id that is not legal, before the kernel traps."""
+    cute.printf("moe_nvfp4: an expert id is not in 0..%d (-1 and %d mean 'not here')\n", E - 1, E)
+
+
 @cute.jit
 def _bins(
     mIds: cute.Tensor, mMap: cute.Tensor | None, first: Int32, stride: cutlass.Constexpr, each: cutlass.Constexpr,
@@ -59,7 +64,7 @@ def _bins(
     for i in cutlass.range_constexpr(1, each):
         wrong = wrong or ids[i] == -3
     if wrong:
-        cute.printf("moe_nvfp4: an expert id is not in 0..%d (-1 and %d mean 'not here')\n", E - 1, E)
+        print_illegal(E)
         cute.arch.inline_ptx("trap;")
     return [cutlass.select_(id == -1, E, id) for id in ids]
 

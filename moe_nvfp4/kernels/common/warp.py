@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
+
+Number = TypeVar("Number", Int32, Float32)
 
 
 def largest_of_lanes(x: Float32, bits: range) -> Float32:
@@ -13,9 +17,9 @@ def largest_of_lanes(x: Float32, bits: range) -> Float32:
     return x
 
 
-def sum_of_lanes(x: Int32) -> Int32:
-    """The sum of x over the warp, in every lane."""
-    for bit in range(5):
+def sum_of_lanes(x: Number, bits: range = range(5)) -> Number:
+    """In every lane, the sum of x over the lanes whose numbers differ from its own in these bits only."""
+    for bit in bits:
         x = x + cute.arch.shuffle_sync_bfly(x, 1 << bit)
     return x
 

@@ -86,11 +86,9 @@ def _experts_of_one(
     weights = floating(top_k_weights).contiguous()
     expert_map = None if expert_map is None else expert_map.contiguous()
     y = x.new_empty(top_k * chunks(I), H, dtype=torch.float32)
-    up_scale = w.w13.global_scale
-    scales = up_scale if w.w13.gate_scale is None else w.w13.gate_scale, up_scale, w.w2.global_scale
-    biases, dtype = ((x, x), None) if w.w13.bias is None else ((w.w13.bias, w.w2.bias), w.w13.bias.dtype)
-    kernel = _one_token(ids.dtype, expert_map is not None, w.gate, H, I, dtype)
-    kernel(ids, expert_map, *_units_of(w), x, y, *scales, *biases, w.num_experts)
+    bias = None if w.w13.bias is None else w.w13.bias.dtype
+    kernel = _one_token(ids.dtype, expert_map is not None, w.gate, H, I, bias)
+    kernel(ids, expert_map, *_units_of(w), x, y, *_scales_of(w), *_biases_of(w, x), w.num_experts)
     _sum_chunks(top_k, chunks(I), weights.dtype)(y, weights, out)
     return out
 
@@ -288,10 +286,9 @@ def _gemms(rows: Rows, groups: Groups, w: ExpertWeights, h: Tensor, y: Tensor, s
     x, R, tile, config = rows.values, groups.num_rows, plan.tile, plan.config
     index = groups.offsets if rows.index is None else rows.index
     units13, units2 = _units_of(w)
-    b13, b2 = (x, x) if w.w13.bias is None else (w.w13.bias, w.w2.bias)
-    up_scale = w.w13.global_scale
+    b13, b2 = _biases_of(w, x)
+    gate_scale, up_scale, down_scale = _scales_of(w)
     row_scale = up_scale if rows.scale is None else rows.scale
-    gate_scale = up_scale if w.w13.gate_scale is None else w.w13.gate_scale
     h_scale, raw, quantized = up_scale, x, h
     if config.row_scale:
         h_scale = sync[-R:].view(torch.float32) if w.h_scale is None else w.h_scale
@@ -304,7 +301,7 @@ def _gemms(rows: Rows, groups: Groups, w: ExpertWeights, h: Tensor, y: Tensor, s
     tiles = token_tiles(R, w.num_experts, tile) * weight_tiles
     grid = min(multiprocessors(x.device) * tile.ctas, tiles)
     _kernel(tile, config, b13.dtype)(
-        units13, units2, x, index, h, raw, quantized, y, groups.offsets, gate_scale, up_scale, w.w2.global_scale,
+        units13, units2, x, index, h, raw, quantized, y, groups.offsets, gate_scale, up_scale, down_scale,
         b13, b2, row_scale, h_scale, sync, plan.split_k.bit_length() - 1, grid,
     )  # fmt: skip
 
@@ -316,6 +313,20 @@ def _units_of(w: ExpertWeights) -> tuple[Tensor, Tensor]:
         kept["units"] = words(w.w13), words(w.w2)
     units: tuple[Tensor, Tensor] = kept["units"]
     return units
+
+
+def _scales_of(w: ExpertWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """The global scales of gate, up and down."""
+    up = w.w13.global_scale
+    return up if w.w13.gate_scale is None else w.w13.gate_scale, up, w.w2.global_scale
+
+
+def _biases_of(w: ExpertWeights, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """The biases of w13 and w2, or twice `unused`."""
+    if w.w13.bias is None:
+        return unused, unused
+    assert w.w2.bias is not None  # a layer has both or none
+    return w.w13.bias, w.w2.bias
 
 
 @CuteKernels

@@ -647,9 +647,6 @@ class GroupedGemm:
     def dequantize(self, words, codes, sf, ks: cutlass.Constexpr, constants):
         """Dequantize k16 step ks into its registers of the A fragment."""
         for m in cutlass.range_constexpr(self.t.MB):
-            scales = sf[m][ks // 2]
-            if const_expr(ks % 2):
-                scales = (scales << 8) | (scales >> 24)
-            registers = ptx.dequantize(codes[m][ks], scales, constants)
+            registers = ptx.dequantize(codes[m][ks], ptx.scales_of_step(sf[m], ks), constants)
             for j in cutlass.range_constexpr(4):
                 words[j + 4 * m + 4 * self.t.MB * ks] = registers[j]

@@ -17,8 +17,9 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
 from moe_nvfp4.kernels.common.gates import apply_gate_fast
-from moe_nvfp4.kernels.common.route import local_id
+from moe_nvfp4.kernels.common.route import local_id, print_illegal
 from moe_nvfp4.kernels.common.rows import neighbours
+from moe_nvfp4.kernels.common.warp import sum_of_lanes
 from moe_nvfp4.kernels.sm90 import ptx
 from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS
 from moe_nvfp4.weights import ExpertWeights, Gate
@@ -140,7 +141,7 @@ class OneToken:
             wrong = e < -1 or e > E
         if wrong:
             if cute.arch.thread_idx()[0] == 0:
-                cute.printf("moe_nvfp4: an expert id is not in 0..%d (-1 and %d mean 'not here')\n", E - 1, E)
+                print_illegal(E)
             cute.arch.sync_threads()
             cute.arch.inline_ptx("trap;")
         return cutlass.select_(e < 0, E, e)
@@ -231,10 +232,8 @@ class OneToken:
         """acc += 16 weight rows times 64 numbers of the vector."""
         sums = [acc[j] for j in range(4)]
         for ks in range(4):
-            scales = words[4 + ks // 2]
-            if ks % 2:
-                scales = (scales << 8) | (scales >> 24)
-            sums = ptx.mma(ptx.dequantize(words[ks], scales, constants), b[2 * ks], b[2 * ks + 1], sums)
+            a = ptx.dequantize(words[ks], ptx.scales_of_step([words[4], words[5]], ks), constants)
+            sums = ptx.mma(a, b[2 * ks], b[2 * ks + 1], sums)
         for j in range(4):
             acc[j] = sums[j]
 
@@ -336,8 +335,7 @@ class SumChunks:
             for i in cutlass.range_constexpr(len(weights)):
                 if i * each + tid // lanes < R:
                     total = total + weights[i] * loaded[i][c]
-            for bit in cutlass.range_constexpr(lanes.bit_length() - 1, 5):
-                total = total + cute.arch.shuffle_sync_bfly(total, 1 << bit)
+            total = sum_of_lanes(total, range(lanes.bit_length() - 1, 5))
             if tid % 32 < lanes:
                 sSums[tid % lanes * 4 + c, tid // 32] = total
         cute.arch.sync_threads()

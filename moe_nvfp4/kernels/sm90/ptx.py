@@ -50,6 +50,12 @@ def factors(w, s, constants):
     return [(f, s, j % 2) for j, f in enumerate(fields)]
 
 
+def scales_of_step(words, ks: int):
+    """The block scales of k16 step ks, of a unit's words: where `dequantize` reads them."""
+    scales = words[ks // 2]
+    return (scales << 8) | (scales >> 24) if ks % 2 else scales
+
+
 def pack_bf16(low, high):
     return cute.arch.inline_ptx(
         "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
