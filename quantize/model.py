@@ -193,10 +193,18 @@ class ModelTensors:
         covered: set[str] = set()
         experts: dict[str, Parts] = {}
         surplus = []
+        names: dict[tuple, str] = {}  # what of the model -> the name of what files hold for it
         for name, what in given.items():
             target, pattern = self.place(name)
             places = self._all_places(target, pattern)
             expert = self._expert(name, target) if len(places) == 1 else None
+            one = target in self.shapes and "*" not in (pattern or "")  # a list of modules becomes one tensor
+            if (of := expert or (target, pattern)) in names and (expert or one):
+                raise ValueError(
+                    f"{names[of]} and {name} are one tensor of {self.name} under two names, and nothing says which is "
+                    "right: two checkpoints are mixed; remove one of them, or download the checkpoint again"
+                )
+            names[of] = name
             if expert is not None or (target in self.state and self.state[target].is_floating_point()):
                 self._check_kind(name, what)
             if expert is not None:

@@ -59,6 +59,13 @@ def one_more(files):
     files.update({k.replace(".3.", ".8."): t.clone() for k, t in files.items() if f"{ONE}.3." in k})
 
 
+def twice(pattern):
+    """The tensors also have the names that AutoModel saves them under."""
+    return lambda files: files.update(
+        {k.removeprefix("model."): t.clone() for k, t in files.items() if re.search(pattern, k)}
+    )
+
+
 def add(name, value):
     return lambda files: files.update({name: value})
 
@@ -85,6 +92,14 @@ CASES = {
     "experts twice": (
         add(f"{ONE}.down_proj", torch.ones(8, 64, 48).bfloat16()),
         rf"experts of {ONE} twice, one by one and in {ONE}\.down_proj, and nothing says which",
+    ),
+    "a norm twice": (
+        twice(r"layers\.1\.input_layernorm"),
+        r"layers\.1\.input_layernorm.weight are one tensor of Qwen3MoeForCausalLM under two names",
+    ),
+    "experts under two names": (
+        twice(rf"{ONE}\."),
+        rf" and {ONE}\.0\.down_proj.weight are one tensor of Qwen3MoeForCausalLM under two names",
     ),
     "one input scale": (
         add(f"{ONE}.2.down_proj.INPUT", torch.tensor(0.5)),
