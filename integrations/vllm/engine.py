@@ -14,6 +14,7 @@ import torch
 import vllm
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.config.load import LoadConfig
 from vllm.distributed import get_ep_group
@@ -41,8 +42,8 @@ from moe_nvfp4.weights import Gate
 
 STEP_LIMIT = 7.0  # what vLLM's swiglustep kernel uses, whatever the model's config says
 # transformers' names of activation functions -> vLLM's
-ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-        "relu2": "relu2"}  # fmt: skip
+ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "relu2": "relu2"} | dict.fromkeys(
+    ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_tanh")  # fmt: skip
 BY_REQUEST = (0, 32)  # the oldest version in which requests choose adapters of experts
 OAI = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}  # what vLLM's swigluoai kernel uses
 
@@ -139,11 +140,10 @@ def gate_of(
     beta = layer.swiglu_beta or 0.0
     if kind == "swigluoai_uninterleave" and limit < math.inf:
         return Gate("silu", alpha=alpha, limit=limit, up_offset=beta), None
-    act = ACTS.get(said.get("hidden_act") or "")
-    basic = kind.removesuffix("_no_mul")
-    if act is not None and basic in ACTS.values() and act != basic:
+    act, basic = said.get("hidden_act"), kind.removesuffix("_no_mul")
+    if act in ACT2FN and basic in ACTS.values() and ACTS.get(act) != basic:
         raise NotImplementedError(
-            f"{layer.layer_name}: the model's config says {said['hidden_act']!r}, and vLLM's model computes {basic!r}, "
+            f"{layer.layer_name}: the model's config says {act!r}, and vLLM's model computes {basic!r}, "
             "whatever it says: serve this model with transformers (moe-nvfp4 serve MODEL --engine transformers)"
         )
     if kind == "swigluoai" and limit in (OAI["limit"], math.inf) and alpha in (OAI["alpha"], 1.0):

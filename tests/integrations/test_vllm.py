@@ -494,7 +494,9 @@ def test_the_gate_that_the_config_says():
     vision = Qwen3VLMoeConfig(text_config={"hidden_act": "gelu_pytorch_tanh"})
     of("gelu_tanh", vision)
     of("gelu_tanh", Qwen3MoeConfig(hidden_act="gelu_new"))  # two names of one function
-    for config, said in ((Qwen3MoeConfig(hidden_act="gelu"), "gelu"), (vision, "gelu_pytorch_tanh")):
+    of("silu", Qwen3MoeConfig(hidden_act="a_name_of_its_own"))  # a model's own code may know it
+    relu = Qwen3MoeConfig(hidden_act="relu")
+    for config, said in ((Qwen3MoeConfig(hidden_act="gelu"), "gelu"), (vision, "gelu_pytorch_tanh"), (relu, "relu")):
         with pytest.raises(NotImplementedError, match=f"layer: .*config says '{said}'.*computes 'silu'.*--engine"):
             of("silu", config)
 
