@@ -17,7 +17,7 @@ from moe_nvfp4.backends import Device, Problem, explain
 from moe_nvfp4.integrations.placement import no_gpu
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
-from moe_nvfp4.integrations.vllm.loading import check_files, dense_names
+from moe_nvfp4.integrations.vllm.loading import NO_AWQ, check_files, dense_names
 from moe_nvfp4.integrations.vllm.placement import Placement
 from moe_nvfp4.integrations.vllm.unwritten import Converted
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
@@ -139,10 +139,7 @@ class MoeNvfp4Config(QuantizationConfig):
                 f"{' and '.join(READERS)}. moe-nvfp4 quantize SRC DST writes either"
             )
         if info is not None and info.awq:
-            raise NotImplementedError(
-                "quant_algo NVFP4_AWQ: vLLM has no place for its pre_quant_scale. Serve the folder with transformers "
-                "(moe-nvfp4 serve MODEL --engine transformers), or quantize the original with another recipe"
-            )
+            raise NotImplementedError(f"quant_algo NVFP4_AWQ: {NO_AWQ}")
         result = cls(engine.base_config(config), info)
         own = config.get("moe_nvfp4") or {}
         return result.choose({key: own[key] for key in ("activations",) if key in own})

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo, read_config
-from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, open_checkpoint
-from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES
+from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint
+from moe_nvfp4.quantize.layouts.nvfp4 import UNREAD
+from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, PRE_QUANT_SCALE, is_scale
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
 from moe_nvfp4.quantize.unwritten import Unwritten
 from moe_nvfp4.weights import is_quantized
@@ -31,6 +32,10 @@ OUTSIDE = (
     "transfer, which hand over a layer as a whole"
 )
 CAST = ": a global scale that is rounded is another one; send it as the files have it"
+NO_AWQ = (
+    "vLLM has no place for AWQ's pre_quant_scale. Serve the folder with transformers (moe-nvfp4 serve MODEL --engine "
+    "transformers), or quantize the original with another recipe"
+)
 OTHER = "with which this server was started: load files of that form, or start the server again with these"
 
 
@@ -292,6 +297,8 @@ def check_folder(
         return
     for name, stored in tensors.items():
         check_form(name, TORCH_DTYPES.get(stored.dtype), info)
+    if info is not None:
+        _check_scales(tensors, info.dialect)
     if (server := opened(before)) is None or not server.tensors:
         return
     for name, old in server.tensors.items():
@@ -335,10 +342,12 @@ def dense_names(source: Checkpoint, info: QuantizationInfo) -> list[str]:
 def check_files(source: Checkpoint, info: QuantizationInfo) -> None:
     """Compare the headers of a folder with its config, before a worker reads it.
 
-    ValueError unless every NVFP4 matrix of an expert has codes, block scales and a global scale.
+    ValueError unless every NVFP4 matrix of an expert has codes, block scales and a global scale, and for a scale that
+    nothing reads.
     """
     folder, tensors = source.folder, source.tensors
     d = info.dialect
+    _check_scales(tensors, d)
     wanted = {d.weight: "U8", d.sf: "F8_E4M3", d.global_scale: "F32"}
     for name, found in tensors.items():
         stem, _, suffix = name.rpartition(".")
@@ -357,3 +366,19 @@ def check_files(source: Checkpoint, info: QuantizationInfo) -> None:
                     f"{folder}: {stem}.{last} has dtype {stored.dtype}, expected {dtype}: the config calls this "
                     "NVFP4. If it is not, name it in the config's ignore list; else download the folder again"
                 )
+
+
+def _check_scales(tensors: Mapping[str, TensorSlice], dialect: Dialect) -> None:
+    """ValueError for a scale beside an NVFP4 or a dense weight that is none of its format, and NotImplementedError for
+    AWQ's: loaders of some of vLLM's models (gpt-oss) pass over names that they do not know."""
+    for name in (name for name in tensors if is_scale(name, tensors)):
+        stem, _, last = name.rpartition(".")
+        if f"{stem}.{dialect.global_scale}" in tensors:
+            if last == PRE_QUANT_SCALE:
+                raise NotImplementedError(f"{name}: {NO_AWQ}")
+            read = last in dialect.suffixes
+        else:
+            weight = tensors.get(f"{stem}.weight")
+            read = weight is None or TORCH_DTYPES.get(weight.dtype) not in DENSE
+        if not read:
+            raise ValueError(UNREAD.format(name))

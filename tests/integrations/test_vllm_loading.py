@@ -289,6 +289,16 @@ def test_headers_are_compared_with_the_config(tmp_path, dialect):
     save_file(files | {f"{stem}.{info.dialect.sf}": torch.zeros(48, 4)}, file)
     with pytest.raises(ValueError, match=f"{stem}.{info.dialect.sf} has dtype F32, expected F8_E4M3"):
         check_files(open_checkpoint(tmp_path / "nvfp4"), info)
+    attention, scale = "model.layers.1.self_attn.k_proj", torch.ones(())
+    for name in (f"{stem}.weight_scale_inv", f"{attention}.weight_scale", f"{attention}.pre_quant_scale"):
+        save_file(files | {name: scale}, file)
+        with pytest.raises(ValueError, match=f"{name} is a scale that nothing reads"):
+            check_files(open_checkpoint(tmp_path / "nvfp4"), info)
+    save_file(files | {f"{stem}.pre_quant_scale": scale}, file)  # whatever the config says
+    with pytest.raises(NotImplementedError, match=f"{stem}.pre_quant_scale: .*--engine transformers"):
+        check_files(open_checkpoint(tmp_path / "nvfp4"), info)
+    save_file(files | {f"{attention}.k_scale": scale}, file)  # of the KV cache
+    check_files(open_checkpoint(tmp_path / "nvfp4"), info)
     # experts of another precision beside them are not ours to judge
     other = {f"{stem}.weight": torch.zeros(48, 64).to(torch.float8_e4m3fn), f"{stem}.weight_scale": torch.ones(())}
     save_file({name: t for name, t in files.items() if not name.startswith(stem)} | other, file)
