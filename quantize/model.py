@@ -217,10 +217,11 @@ class ModelTensors:
             elif not self.ignores(name):
                 surplus.append(name)
         for module, found in experts.items():
-            stacks = {n for n in covered if EXPERT_WEIGHTS.fullmatch(n.removeprefix(f"{module}.")) and "bias" not in n}
-            if stacks and any(not part.endswith(".bias") for part in found):
+            stacks = {n for n in covered if EXPERT_WEIGHTS.fullmatch(n.removeprefix(f"{module}."))}
+            kinds = {part.endswith(".bias") for part in found}
+            if twice := [name for name in stacks if name.endswith("_bias") in kinds]:
                 raise ValueError(
-                    f"the files have experts of {module} twice, one by one and in {min(stacks)}, and nothing says "
+                    f"the files have experts of {module} twice, one by one and in {min(twice)}, and nothing says "
                     "which are right: remove one of them, or quantize the original checkpoint"
                 )
             covered |= self._check_experts(module, found, covered)

@@ -132,6 +132,13 @@ def test_tensors_that_are_missing_or_too_many_are_named(dialect, tmp_path):
     load(folder)
 
 
+def test_biases_of_experts_twice(tmp_path):
+    convert_checkpoint(folder(tmp_path, gpt_oss), tmp_path / "nvfp4", progress=False)
+    write(tmp_path / "nvfp4", tensors(tmp_path / "nvfp4") | {f"{ONE}.down_proj_bias": torch.ones(4, 64).bfloat16()})
+    with pytest.raises(ValueError, match=rf"experts of {ONE} twice, one by one and in {ONE}\.down_proj_bias"):
+        load(tmp_path / "nvfp4")
+
+
 DENSE = {
     "model.layers.0.self_attn.o_proj.weight": "lack 1 of .*: model.layers.0.self_attn.o_proj.weight",
     "model.layers.1.mlp.gate.weight": "lack 1 of .*: model.layers.1.mlp.gate.weight",
