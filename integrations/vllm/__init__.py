@@ -11,6 +11,7 @@ FOLDER holds NVFP4 experts (ModelOpt or compressed-tensors), or bf16 ones, which
     method.py    one MoE layer: its parameters and its forward
     linear.py    one linear, or several that vLLM fuses
     arrived.py   whether all weights of vLLM's own layers have come
+    hidden.py    4-bit weights, which vLLM does not see
     adapters.py  LoRA adapters of experts; does not import vLLM
     lora.py      those that requests choose: experts in vLLM's own LoRA
     loading.py   fills an `NVFP4Experts` from single tensors; does not import vLLM

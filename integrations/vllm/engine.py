@@ -30,7 +30,6 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
 from moe_nvfp4.backends import Device, named
-from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.integrations.placement import COPIED, SCRATCH
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.config import READERS, told, version
@@ -452,24 +451,6 @@ def is_announced(param: Tensor) -> bool:
 def announce(tensor: Tensor) -> None:
     """Have vLLM count the numbers of `tensor`: it counts what is copied."""
     torch.empty(tensor.shape, device="meta").copy_(tensor)
-
-
-def hide(layer: torch.nn.Module, experts: NVFP4Experts) -> None:
-    """Make `experts` layer.nvfp4, unseen by vLLM: it would empty what modules hold before it loads weights again."""
-    object.__setattr__(layer, "nvfp4", experts)
-
-
-def refuse_saving(layer: torch.nn.Module, name: str) -> None:
-    """Have `state_dict` of `layer`, whose weights vLLM does not see, raise NotImplementedError: what vLLM saves of the
-    model (save_sharded_state, tensorizer) would lack them."""
-
-    def refuse(*_: object) -> None:
-        raise NotImplementedError(
-            f"{name}: 4-bit weights are in the layout of their kernels, and are not saved from vLLM: serve the folder "
-            "that moe-nvfp4 quantize SRC DST writes"
-        )
-
-    layer.register_state_dict_pre_hook(refuse)
 
 
 def check_reloads() -> None:

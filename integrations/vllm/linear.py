@@ -11,6 +11,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
 from moe_nvfp4.integrations.vllm import engine
+from moe_nvfp4.integrations.vllm.hidden import hide, refuse_saving
 from moe_nvfp4.integrations.vllm.loading import CAST, DTYPES, OUTSIDE, refresh
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import Dialect
@@ -115,8 +116,8 @@ class NVFP4LinearMethod(LinearMethodBase):
         if again:
             refresh(nn.ModuleList(layer.nvfp4), nn.ModuleList(made), self.name)
         else:
-            layer.nvfp4 = made  # a list, whose modules vLLM does not see
-            engine.refuse_saving(layer, self.name)
+            hide(layer, made)
+            refuse_saving(layer, self.name)
         layer.weight = layer.nvfp4[0].weight  # whose device and dtype LoRA, MLA and some models ask for
         layer.weight.weight_loader = self._refuse
 

@@ -17,6 +17,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from moe_nvfp4.experts import NVFP4Experts, serve_beside
 from moe_nvfp4.integrations.vllm import engine
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Share
+from moe_nvfp4.integrations.vllm.hidden import hide, refuse_saving
 from moe_nvfp4.integrations.vllm.loading import OTHER, OUTSIDE, ExpertLoader, refresh
 from moe_nvfp4.integrations.vllm.placement import Placement
 from moe_nvfp4.integrations.vllm.unwritten import Converted
@@ -92,7 +93,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         if on_cpu:
             engine.refuse_on_cpu(layer, self.device, self.loader.experts._hooks(self.adapters).fused, by_request)
         self.model, self.room = engine.model_class(), partial(engine.room, engine.current(), self.moe)
-        engine.hide(layer, self.loader.experts)
+        hide(layer, self.loader.experts)
         self.dummy, self.folder = engine.dummy_weights(), engine.model_folder()
         # Empty parameters under the names into which vLLM translates the files' names: their loaders are ours.
         suffixes = {"bias": "bias", "weight": "weight"}
@@ -178,7 +179,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         if again:
             refresh(layer.nvfp4, loader.experts, layer.layer_name)
         else:
-            engine.refuse_saving(layer, layer.layer_name)
+            refuse_saving(layer, layer.layer_name)
         self.loader, self.failed = None, False
 
     def _place(self, experts: NVFP4Experts) -> None:

@@ -240,6 +240,26 @@ def test_what_is_refused(dense, tmp_path, monkeypatch):
     llm.llm_engine.engine_core.shutdown()
 
 
+def test_checksums(dense, tmp_path):
+    """vLLM's, by which a trainer knows whether its weights have come, and the reset that makes sure of it, count 4-bit
+    weights."""
+    for name in NAMES:
+        convert_checkpoint(dense / name, tmp_path / name, Options(linears="attention"), progress=False)
+    llm = engine(tmp_path / "one")
+    checksums = lambda: llm.collective_rpc("compute_weight_checksums")[0]
+    before, answers = checksums(), ask(llm)
+    names = [name for name in before if ".nvfp4." in name]
+    assert len(names) == len(ours(llm))
+    load_again(llm, weights_path=str(tmp_path / "two"))
+    changed = [name for name, found in checksums().items() if found != before[name]]
+    assert {name for name in names if name.endswith(("proj", "weight", "_sf"))} <= set(changed)
+    llm.collective_rpc("reset_weights")
+    assert not any(map(any, (found for _, found in ours(llm).values())))
+    load_again(llm, weights_path=str(tmp_path / "one"))
+    assert checksums() == before and ask(llm) == answers
+    llm.llm_engine.engine_core.shutdown()
+
+
 def test_files_that_are_converted_are_not_loaded_again():
     """vLLM's loader would hand over what they hold, FP8 or MXFP4."""
     from moe_nvfp4.integrations.vllm import NAME
