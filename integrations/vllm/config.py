@@ -28,6 +28,7 @@ from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.weights import ACTIVATIONS
 
 VERSIONS = (0, 26), (0, 33)  # the oldest and the newest version whose interfaces were compared
+ON_CPUS = (0, 30)  # the oldest that routes tokens there by itself: before, its own experts for CPUs did
 # quant_method -> variants of vLLM's own reader of it, which handles everything but experts
 READERS: dict[str, tuple[str, ...]] = {"modelopt": ("modelopt_mixed", "modelopt_fp4"), "compressed-tensors": ()}
 # model types whose head is dense in vLLM, whatever the files have
@@ -46,11 +47,15 @@ def version() -> tuple[int, ...]:
 
 
 def check_version() -> None:
-    if not VERSIONS[0] <= version() <= VERSIONS[1]:
-        (a, b), (c, d) = VERSIONS
+    from vllm.platforms import current_platform
+
+    cpu = current_platform.is_cpu()
+    oldest, newest = ON_CPUS if cpu else VERSIONS[0], VERSIONS[1]
+    if not oldest <= version() <= newest:
+        (a, b), (c, d) = oldest, newest
         raise ImportError(
-            f"moe_nvfp4 runs in vLLM {a}.{b} to {c}.{d}, this is vLLM {vllm.__version__}: install one of those, or "
-            "another moe-nvfp4"
+            f"moe_nvfp4 runs in vLLM {a}.{b} to {c}.{d}{' on a CPU' * cpu}, this is vLLM {vllm.__version__}: install "
+            "one of those, or another moe-nvfp4"
         )
 
 
