@@ -252,13 +252,13 @@ class MoeNvfp4Config(QuantizationConfig):
 
         from moe_nvfp4.integrations.vllm import engine
         from moe_nvfp4.integrations.vllm.arrived import check_loads
-        from moe_nvfp4.integrations.vllm.hidden import show_to_checks
+        from moe_nvfp4.integrations.vllm.hidden import show_what_is_hidden
         from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
         from moe_nvfp4.integrations.vllm.method import DenseLinearMethod, MoeNvfp4Method
 
         engine.complete()
         check_loads()
-        show_to_checks()
+        show_what_is_hidden()
         prefix = prefix.removeprefix("draft_model.")  # a draft model's prefix, which ignore lists do not have
         if isinstance(layer, ParallelLMHead):
             prefix = prefix or "lm_head"  # some of vLLM's models give no name (EXAONE, AFMoE)

@@ -81,10 +81,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         mine = engine.experts_here(layer, num_experts)
         interleaved = layer.activation.value == "swigluoai"  # gpt-oss
         self.share = Share((self.moe.num_experts, *self.sizes[:2]), self.gate.gated, mine, tp, interleaved)
-        self.adapters: Adapters = ((), ())
-        if self.adapter is not None:
-            found = self.adapter.of(layer.layer_name, self.share)
-            self.adapters = tree_map(lambda t: t.to(self.device, params_dtype), found)
+        self.adapters = tree_map(lambda t: t.to(self.device, params_dtype), self._adapters(layer.layer_name))
         by_request = engine.chosen_by_request()
         if by_request or self.adapters != ((), ()):
             channels = hidden_size, intermediate_size_per_partition
@@ -105,6 +102,10 @@ class MoeNvfp4Method(FusedMoEMethodBase):
                 set_weight_attrs(parameter, {"weight_loader": self._loader(layer, kind, suffix)})
                 engine.awaits(parameter, self._numbers(stack, suffix))
                 layer.register_parameter(f"{stack}_{suffix}", parameter)
+
+    def _adapters(self, name: str) -> Adapters:
+        """What the one adapter for all requests has for the experts of this name, from its file."""
+        return ((), ()) if self.adapter is None else self.adapter.of(name, self.share)
 
     def _numbers(self, stack: str, suffix: str) -> int:
         """How many numbers the files have under this name for this rank's experts, with all of their channels."""
@@ -178,6 +179,8 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             prepare(loader.experts, top_k, self.moe.in_dtype, beside, adapters, expert_map)
         if again:
             refresh(layer.nvfp4, loader.experts, layer.layer_name)
+            # sleep at level 2 has lost these, too
+            tree_map(lambda t, read: t.copy_(read), self.adapters, self._adapters(layer.layer_name))
         else:
             refuse_saving(layer, layer.layer_name)
         self.loader, self.failed = None, False

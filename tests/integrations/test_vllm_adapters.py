@@ -254,6 +254,21 @@ def test_answers(model, nvfp4, by_peft, tmp_path):
             same(one, forms[form][1])
 
 
+def test_loading_again_restores_the_adapter(model, nvfp4):
+    """Sleep at level 2, on a GPU, loses it together with the weights; here vLLM's reset does."""
+    from tests.integrations.vllm_engine import ask, engine
+
+    llm = engine(nvfp4, hf_overrides={"moe_nvfp4": {"adapter": str(model / "both")}})
+    answers = ask(llm)
+    llm.collective_rpc("reset_weights")
+    assert ask(llm) != answers
+    llm.collective_rpc("reload_weights")
+    llm.reset_prefix_cache()
+    again = ask(llm)
+    llm.llm_engine.engine_core.shutdown()
+    assert again == answers
+
+
 def test_an_adapter_of_a_deeper_model_is_refused(model, nvfp4):
     from transformers import AutoConfig
 

@@ -251,6 +251,8 @@ def test_checksums(dense, tmp_path):
     before, answers = checksums(), ask(llm)
     names = [name for name in before if ".nvfp4." in name]
     assert len(names) == len(ours(llm))
+    kept = llm.collective_rpc(lambda worker: set(worker._get_sleep_parameters(worker.get_model())))[0]
+    assert {name.partition(":")[2].rpartition(":")[2] for name in names} <= kept
     load_again(llm, weights_path=str(tmp_path / "two"))
     changed = [name for name, found in checksums().items() if found != before[name]]
     assert {name for name in names if name.endswith(("proj", "weight", "_sf"))} <= set(changed)
