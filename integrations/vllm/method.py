@@ -142,6 +142,11 @@ class MoeNvfp4Method(FusedMoEMethodBase):
                     "in one tensor: moe-nvfp4 quantize SRC DST writes them one by one"
                 )
             if again:
+                if kind == "weight" and self.dialect is not None and loaded_weight.is_floating_point():
+                    raise ValueError(  # vLLM counts no numbers of it, and would keep the experts as they are
+                        f"{layer.layer_name}.{expert_id}.{parts[shard_id]} comes as {loaded_weight.dtype}, and is "
+                        f"NVFP4 of {self.dialect.name} in the files {OTHER}"
+                    )
                 engine.announce(loaded_weight)
             else:
                 where = f"{layer.layer_name}.{expert_id}.{parts[shard_id]}.{suffix}"

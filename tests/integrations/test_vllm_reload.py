@@ -263,6 +263,21 @@ def test_checksums(dense, tmp_path):
     llm.llm_engine.engine_core.shutdown()
 
 
+def test_dense_experts_by_weight_transfer(dense, tmp_path):
+    """vLLM's weight transfer, by which a trainer sends weights, hands them to the model itself."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    def send(worker):
+        initialize_layerwise_reload(worker.get_model())
+        worker.get_model().load_weights(tensors(dense / "two").items())
+
+    convert_checkpoint(dense / "one", tmp_path / "nvfp4", Options(dialect="compressed-tensors"), progress=False)
+    llm = engine(tmp_path / "nvfp4")
+    with pytest.raises(ValueError, match="down_proj comes as torch.bfloat16, and is NVFP4 of compressed-tensors"):
+        llm.collective_rpc(send)
+    llm.llm_engine.engine_core.shutdown()
+
+
 def test_files_that_are_converted_are_not_loaded_again():
     """vLLM's loader would hand over what they hold, FP8 or MXFP4."""
     from moe_nvfp4.integrations.vllm import NAME
