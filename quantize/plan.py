@@ -242,6 +242,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
         _quantize(draft)
     draft.jobs += quantize_jobs(draft.to_quantize, options, draft.cast)
     of_experts = {experts_module(name) for name, stored in draft.left.items() if stored.dtype in DENSE}
+    of_experts |= {e.module for layout in DENSE_LAYOUTS for e in layout.recognise(checkpoint, draft.left)}
     draft.excluded |= {module for module in of_experts if module is not None}
     for name, stored in draft.left.items():
         if is_scale(name, draft.left):

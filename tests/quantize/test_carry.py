@@ -15,7 +15,7 @@ from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, MODELOPT
 from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_dense
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
-from tests.checkpoints import converted, experts, folder, same_files
+from tests.checkpoints import config_of, converted, experts, folder, same_files
 from tests.folders import (
     CONFIGS,
     change_config,
@@ -29,7 +29,7 @@ from tests.folders import (
     stacked_by_projection,
     write,
 )
-from tests.models import IDS, as_bytes, gpt_oss, llama4, make, qwen3_moe, step3p7, tensors
+from tests.models import IDS, as_bytes, dbrx, gpt_oss, granite, llama4, make, qwen3_moe, step3p7, tensors
 
 OTHER = {"modelopt": "compressed-tensors", "compressed-tensors": "modelopt"}
 
@@ -386,3 +386,15 @@ def test_damaged_stacks_are_named(tmp_path):
         save_file(files, source / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=message):
             convert_checkpoint(source, tmp_path / "x", Options(dialect="modelopt"), progress=False)
+
+
+@pytest.mark.parametrize("family", [dbrx, granite])
+def test_experts_that_were_left_dense_are_named_again(family, tmp_path):
+    """Whatever form their files have: else a loader takes the layer for NVFP4."""
+    make(family).save_pretrained(tmp_path / "bf16")
+    first = converted(tmp_path / "bf16", tmp_path / "a", include="*.0.*")
+    second = converted(first, tmp_path / "b", dialect="compressed-tensors")
+    third = converted(second, tmp_path / "c")
+    named = [{p for p in config_of(path)["quantization_config"]["ignore"] if "experts" in p} for path in (first, third)]
+    assert named[0] and named[0] == named[1]
+    same_model(first, second, ulp=2e-7)
