@@ -198,13 +198,12 @@ class ModelTensors:
             target, pattern = self.place(name)
             places = self._all_places(target, pattern)
             expert = self._expert(name, target) if len(places) == 1 else None
-            one = target in self.shapes and "*" not in (pattern or "")  # a list of modules becomes one tensor
-            if (of := expert or (target, pattern)) in names and (expert or one):
+            alone = target in self.shapes and "*" not in (pattern or "")  # else a list of modules becomes one tensor
+            if (expert or alone) and (first := names.setdefault(expert or (target, pattern), name)) != name:
                 raise ValueError(
-                    f"{names[of]} and {name} are one tensor of {self.name} under two names, and nothing says which is "
+                    f"{first} and {name} are one tensor of {self.name} under two names, and nothing says which is "
                     "right: two checkpoints are mixed; remove one of them, or download the checkpoint again"
                 )
-            names[of] = name
             if expert is not None or (target in self.state and self.state[target].is_floating_point()):
                 self._check_kind(name, what)
             if expert is not None:

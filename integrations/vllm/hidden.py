@@ -50,9 +50,9 @@ def show_what_is_hidden() -> None:
     except ImportError:
         return
     seen: Any = weight_checksum._weights
-    kept: Any = getattr(Worker, "_get_sleep_parameters", None)
     if hasattr(seen, "whole"):
         return
+    kept: Any = getattr(Worker, "_get_sleep_parameters", None)
 
     def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from seen(model)

@@ -141,17 +141,17 @@ class MoeNvfp4Method(FusedMoEMethodBase):
                     f"{layer.layer_name}: {weight_name} comes as {shard_id!r} {list(loaded_weight.shape)}, all experts "
                     "in one tensor: moe-nvfp4 quantize SRC DST writes them one by one"
                 )
+            matrix = f"{layer.layer_name}.{expert_id}.{parts[shard_id]}"
             if again:
                 if kind == "weight" and self.dialect is not None and loaded_weight.is_floating_point():
                     raise ValueError(  # vLLM counts no numbers of it, and would keep the experts as they are
-                        f"{layer.layer_name}.{expert_id}.{parts[shard_id]} comes as {loaded_weight.dtype}, and is "
-                        f"NVFP4 of {self.dialect.name} in the files {OTHER}"
+                        f"{matrix} comes as {loaded_weight.dtype}, and is NVFP4 of {self.dialect.name} in the files "
+                        f"{OTHER}"
                     )
                 engine.announce(loaded_weight)
             else:
-                where = f"{layer.layer_name}.{expert_id}.{parts[shard_id]}.{suffix}"
                 for i, tensor in enumerate(loaded_weight if stacked else [loaded_weight]):
-                    self.loader.load(kind, parts[shard_id], e + i, tensor, where)
+                    self.loader.load(kind, parts[shard_id], e + i, tensor, f"{matrix}.{suffix}")
             return True if return_success else None
 
         load.supports_moe_loading = True  # vLLM's Llama 4 looks for this
