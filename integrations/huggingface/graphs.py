@@ -52,7 +52,8 @@ def use_cuda_graphs(model: Any) -> Any:
 
 def decode_by_graphs(model: Any) -> None:
     """`use_cuda_graphs` without being asked: where graphs cannot be used, and where `generate` is given a
-    compile_config, steps are transformers' own. A hint says once in a process how to decode faster."""
+    compile_config, steps are transformers' own, which end in CUDA graphs too, so steps of experts that wait for the GPU
+    run as they are. A hint says once in a process how to decode faster."""
     if hasattr(model, "get_compiled_call") and not isinstance(model.get_compiled_call, StepMaker):
         model.get_compiled_call = StepMaker(model, compile_too=True)
         model._valid_auto_compile_criteria = Hint(model)
@@ -77,7 +78,8 @@ class StepMaker:
                 _check(self.model)
                 return GraphedStep(self.model)
         except NotImplementedError:
-            pass
+            if _waiting(self.model):
+                return self.model
         return type(self.model).get_compiled_call(self.model, compile_config)
 
 
@@ -231,17 +233,26 @@ def _check(model: Any) -> None:
         for rope in kind.values() if isinstance(kind, dict) else [kind]:
             if rope == "longrope" or "dynamic" in str(rope):
                 raise NotImplementedError(f"{what} does not take {name} of type {rope!r}: {way_out}")
-        if isinstance(module, NVFP4Experts) and not module.on_cpu and module.backend().name == "reference":
-            raise NotImplementedError(
-                f"{what} does not take {name}: it runs as plain torch operations, which wait for the GPU in each step; "
-                f"{way_out}"
-            )
-        if isinstance(module, NVFP4Experts) and module.on_cpu and not module._hooks().fused:
-            raise NotImplementedError(
-                f"{what} does not take {name}: it is on the CPU, and waits for the GPU in each step, because a gate, a "
-                f"norm or AWQ scales of the model run between its stages; {way_out}, or keep it on the GPU"
-            )
+    if reason := _waiting(model):
+        raise NotImplementedError(f"{what} does not take {reason}")
     if not getattr(model, "_can_compile_fullgraph", False):
         raise NotImplementedError(f"{what} takes models whose steps transformers can compile whole: {way_out}")
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise NotImplementedError(f"{what} takes a model on one GPU, this one is on several devices: {way_out}")
+
+
+def _waiting(model: Any) -> str | None:
+    """The name of experts that wait for the GPU in each step, why, and what to do; None if there are none."""
+    autocast = torch.is_autocast_enabled(model.device.type)
+    dtype = torch.get_autocast_dtype(model.device.type) if autocast else model.dtype
+    for name, module in model.named_modules():
+        if not isinstance(module, NVFP4Experts):
+            continue
+        if not module.on_cpu and module.backend(dtype).name == "reference":
+            return f"{name}: it runs as plain torch operations, which wait for the GPU in each step; decode without it"
+        if module.on_cpu and not module._hooks().fused:
+            return (
+                f"{name}: it is on the CPU, and waits for the GPU in each step, because a gate, a norm or AWQ scales "
+                "of the model run between its stages; decode without it, or keep it on the GPU"
+            )
+    return None
