@@ -48,6 +48,13 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def finish(device: torch.device) -> None:
+    """Wait for the current stream's work on a GPU: what it has written may then be read on any stream, and what it has
+    read may be freed. In a capture there is nothing to wait for."""
+    if device.type == "cuda" and not capturing(device):
+        torch.cuda.current_stream(device).synchronize()
+
+
 def cores() -> int:
     """How many of the machine's cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

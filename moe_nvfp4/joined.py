@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe_nvfp4 import ops
 from moe_nvfp4.backends import Backend, named
-from moe_nvfp4.devices import capturing
+from moe_nvfp4.devices import capturing, finish
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.prepared import changing, made_for
 from moe_nvfp4.weights import FUSED_LINEARS, LinearWeights, in_one
@@ -215,6 +215,7 @@ class Joined:
                     self.before.append(tensors)
                 for p, part in zip(moved, together.split([len(t) for t in tensors]), strict=True):
                     p.data = part
+                finish(together.device)  # before another stream reads this, or is given the memory of `tensors`
         if apart and layout is not None:
             named(layout).settle(linears[0].weight.device)
         return True
@@ -225,7 +226,8 @@ class Joined:
             p = linear._parameters[name]
             if p is not None and _shared(p):
                 with made_for(p):
-                    p.data = p.data.clone()
+                    together, p.data = p.data, p.data.clone()
+                    finish(together.device)  # as in `bring_together`
 
 
 def _shared(t: Tensor) -> bool:

@@ -17,13 +17,13 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from moe_nvfp4.backends import Selected, backends_now, named, selected, selected_now
-from moe_nvfp4.devices import capturing
+from moe_nvfp4.devices import capturing, finish
 from moe_nvfp4.scales import FP32Scales
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 changing = threading.RLock()  # held while weights change their layout, or are taken out of their module
-# For each module: its state at its last call, and what that call got.
-_last: WeakKeyDictionary[Prepared, tuple[tuple | None, Selected, Any]] = WeakKeyDictionary()
+# For each module: its state at its last call, what that call got, and who reads it.
+_last: WeakKeyDictionary[Prepared, tuple[tuple | None, Selected, Any, _Readers]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -63,7 +63,8 @@ class Prepared(FP32Scales):
 
     def _for_call(self, *problem: Any) -> tuple[Selected, Any]:
         """The backend for a call (arguments: those of `_problem`), and `weights` in its layout. These stay as they are
-        even if other threads change the module's weights meanwhile (another dtype, `state_dict`, `to`)."""
+        even if other threads change the module's weights meanwhile (another dtype, `state_dict`, `to`), also where each
+        thread has a stream of its own."""
         if torch.compiler.is_compiling():
             check_plain(self)
             return self._select(*problem), self.weights
@@ -71,6 +72,7 @@ class Prepared(FP32Scales):
             now, last = self._state(problem), _last.get(self)
             if last is not None and last[0] == now:
                 self._note_capture()
+                last[3].note()
                 return last[1], last[2]
             check_plain(self)
             chosen = self._select(*problem)
@@ -79,7 +81,8 @@ class Prepared(FP32Scales):
             self._note_capture()
             weights = self.weights.held()
             if now is not None:
-                _last[self] = self._state(problem), chosen, weights
+                _last[self] = self._state(problem), chosen, weights, _Readers(weights)
+                _last[self][3].note()
             return chosen, weights
 
     def _select(self, *problem: Any) -> Selected:
@@ -152,6 +155,7 @@ class Prepared(FP32Scales):
                 with made_for(codes):
                     prepared = codes.data.transpose(0, 1) if len(rows) == 1 else codes.data
                     codes.data, sf.data = (t.view(*rows, -1) for t in backend.unpack(prepared, note))
+                    finish(codes.device)  # before another stream reads these, or is given the memory of `prepared`
             self._packed = None
 
     def _pack(self, chosen: Selected, **matrices: bool) -> None:
@@ -177,6 +181,7 @@ class Prepared(FP32Scales):
                 prepared, note = backend.pack(*stacks, interleaved)
                 codes.data = prepared.transpose(0, 1) if one else prepared  # FSDP splits the first dimension
                 sf.data = sf.data.new_empty(0)
+                finish(codes.device)  # as in `unpack`
             notes[name] = note, rows
         self._packed = Packed(chosen.layout, notes, next(iter(matrices)))
 
@@ -225,6 +230,26 @@ class Prepared(FP32Scales):
             if given:  # not if it is an adapter's
                 self.unpack()
             super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _Readers:
+    """The streams that read a module's weights: torch does not use the memory again before their work is done, should
+    another thread give the module other weights meanwhile."""
+
+    def __init__(self, weights: Any) -> None:
+        self.tensors = [t for t in weights.tensors() if t is not None and t.is_cuda]
+        self.index = self.tensors[0].device.index if self.tensors else None
+        self.streams: set[int] = set()
+
+    def note(self) -> None:
+        """The current stream is one."""
+        if self.index is None or (now := torch._C._cuda_getCurrentRawStream(self.index)) in self.streams:
+            return
+        device = self.tensors[0].device
+        if not capturing(device):  # a graph runs on any stream, and its owner keeps what it reads
+            self.streams.add(now)
+            for t in self.tensors:
+                t.record_stream(torch.cuda.current_stream(device))
 
 
 _held = 0  # how many captures hold the weights' memory themselves

@@ -1,18 +1,22 @@
 """Whole models on Hopper GPUs: what transformers and accelerate do with weights that are packed in place."""
 
 import copy
+import threading
+import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.distill import grouped_matmul
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from tests.common import on_gpu, on_two_gpus, relative_error
-from tests.models import FAMILIES, IDS, folder, load, logits, mixtral, qwen3_moe, same_tensors
+from tests.models import FAMILIES, IDS, folder, load, logits, make, mixtral, qwen3_moe, same_tensors
 
 pytestmark = on_gpu
 
@@ -191,3 +195,39 @@ def test_products_of_recipe_distill(counts, K):
         want = rows.double() @ w[e].detach().double().T, d.double().T @ rows.double()
         for value, reference in zip((found, gradient[e]), want, strict=True):
             assert (value - reference).abs().max() <= 2**-8 * reference.abs().max() if len(rows) else not value.any()
+
+
+@pytest.mark.parametrize("reads", [copy.deepcopy, nn.Module.state_dict], ids=lambda f: f.__name__)
+def test_threads_with_streams_beside_one_that_reads(reads):
+    """Whoever reads a model's weights has them moved. Threads that each have a stream compute the same meanwhile."""
+    family = partial(qwen3_moe, experts=2, intermediate=1024, hidden_size=1024)  # all are routed to: no near ties
+    model = swap_experts(make(family).cuda(), linears="all", progress=False)
+    inputs = [torch.randint(3, 96, (1, T), device="cuda") for T in (1, 8, 120)]
+    compute = lambda ids: model(input_ids=ids, use_cache=False).logits
+    failed, over = [], threading.Event()
+
+    def run(ids, want):
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            while not over.is_set() and not failed:
+                try:
+                    torch.cuda._sleep(20_000_000)  # 10 ms: what follows waits on the GPU while weights move
+                    got = compute(ids)
+                    torch.cuda.current_stream().synchronize()
+                    if not (off := relative_error(got, want)) < 0.02:  # linears are joined, or not yet again
+                        failed.append(f"{ids.numel()} tokens: {off}")
+                except Exception as error:
+                    failed.append(repr(error))
+
+    with torch.no_grad():
+        threads = [threading.Thread(target=run, args=(ids, compute(ids))) for ids in inputs]
+    torch.cuda.synchronize()
+    [t.start() for t in threads]
+    for _ in range(30):
+        state = reads(model)
+        parts = state.values() if isinstance(state, dict) else state.parameters()
+        garbage = [torch.full_like(t, 77) for t in parts]  # into memory that is free again
+        del state, garbage
+        time.sleep(0.02)
+    over.set()
+    [t.join() for t in threads]
+    assert not failed

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moe_nvfp4.devices import capturing
+from moe_nvfp4.devices import capturing, finish
 from moe_nvfp4.kernels.common.ahead import noted_gpu
 
 
@@ -47,6 +47,7 @@ def lasting(make: Callable[..., Tensor], device: torch.device, key: Hashable) ->
     made = make(key, device)
     settle(device)
     if not capturing(device):  # else it is a part of the graph, which fills it in each replay
+        finish(device)  # other streams may read it next
         _lasting[make, device, key] = made
     return made
 
