@@ -18,6 +18,7 @@ else lose when an adapter is loaded. Nothing else of PEFT changes.
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
@@ -97,7 +98,16 @@ class LoraModel(lora.LoraModel):
             self._as_read()
         return super()._unload_and_optionally_merge(merge, *args, **kwargs)
 
+    def unmerge_adapter(self) -> None:
+        self._check_unmerging()
+        super().unmerge_adapter()
+
+    def disable_adapter_layers(self) -> None:
+        self._check_unmerging()
+        super().disable_adapter_layers()
+
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
+        self._check_unmerging()
         self._as_read()
         super().set_adapter(*args, **kwargs)
 
@@ -110,6 +120,12 @@ class LoraModel(lora.LoraModel):
         for module in self.model.modules():
             if isinstance(module, _Merging):
                 module.as_read()
+
+    def _check_unmerging(self) -> None:
+        """Raise what `unmerge` of any layer would, before the first of them does."""
+        for module in self.model.modules():
+            if isinstance(module, _Merging):
+                module.check_unmerging()
 
     def _prepare_model(self, peft_config: LoraConfig, model: nn.Module) -> None:
         """Make target_modules="all-linear" include packed linears, which PEFT does not recognise as linears."""
@@ -163,6 +179,7 @@ class _Merging:
     mergeable: set[str] = set()  # adapters of a `MergeableLoraConfig`
     _merged_from: tuple[list[float], list[Tensor]] = ([], [])  # what was merged while it is trained
     _by_call = False  # whether a call merged them, and not the user
+    _written = ""  # the digest of what the user's merge wrote
 
     def _merged(self, adapters: list[str]) -> dict[str, Tensor]:
         """The base layer's parameters, by name, with `adapters` added to their values."""
@@ -201,9 +218,7 @@ class _Merging:
         if not (same and all(map(torch.equal, now, before))):
             _refuse_gathered(self.get_base_layer())
             if not self._merged_again(active):
-                by_call = self._by_call or not self.merged_adapters
-                self.merge(adapter_names=active)
-                self._by_call = by_call
+                self.merge(adapter_names=active, by_call=self._by_call or not self.merged_adapters)
         return active
 
     def _save_to_state_dict(self, *args: Any) -> None:
@@ -224,7 +239,7 @@ class _Merging:
     def _merged_again(self, adapters: list[str]) -> bool:
         """Bring packed weights, with which `adapters` were merged, up to date in place; False where that cannot be."""
         base = self.get_base_layer()
-        if not base.packed or self.merged_adapters != adapters:
+        if not (base.packed and self._by_call and self.merged_adapters == adapters):
             return False
         for p in base.parameters():
             refuse_elsewhere(p, "merged with adapters")
@@ -258,7 +273,7 @@ class _Merging:
             )
 
     @torch.no_grad()
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None, by_call: bool = False) -> None:
         """Dequantize, add, and quantize again by the layer's recipe, or by mse where that needs data. ValueError for
         NaN and Inf; nothing changes then.
 
@@ -281,7 +296,6 @@ class _Merging:
         for p in base.parameters():
             refuse_elsewhere(p, "merged with adapters")
         base.unpack()
-        self._by_call = False
         if self.mergeable.intersection(adapters):
             (name, w), (a, b) = self._matrices(), self._finite_change(adapters)
             merged = {name: merged_codes(w.codes, w.block_scales(), w.row_scales(), a, b).view_as(getattr(base, name))}
@@ -297,14 +311,36 @@ class _Merging:
         for name, tensor in merged.items():
             getattr(base, name).copy_(tensor)  # a backward pass that needs the bytes before will say so
         self.merged_adapters.extend(adapters)
+        self._by_call, self._written = by_call, "" if by_call else self._digest(merged)
+
+    def _digest(self, names: Iterable[str]) -> str:
+        """Of the bytes of the base layer's parameters `names`."""
+        digest = hashlib.sha256()
+        for name in names:
+            digest.update(getattr(self.get_base_layer(), name).detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def check_unmerging(self) -> None:
+        """ValueError if the weights are not those that the user's merge wrote: unmerging would lose them."""
+        if not self._written:
+            return
+        self.get_base_layer().unpack()
+        if self._written != self._digest(self._before):
+            raise ValueError(
+                f"{', '.join(self.merged_adapters)}: the weights are not those that merging wrote, so others were "
+                "loaded since, which unmerging would overwrite with those from before: unmerge_adapter(), load, "
+                "merge_adapter() is the order. As it is, unload() returns the base model with the weights that were "
+                "loaded"
+            )
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Restore the bytes from before `merge`."""
+        """Restore the bytes from before `merge`. ValueError as of `check_unmerging`."""
+        self.check_unmerging()
         base = self.get_base_layer()
-        self._by_call = False
         if self.merged_adapters:
             base.unpack()
+        self._by_call, self._written = False, ""
         while self.merged_adapters:
             self.merged_adapters.pop()
         for name, tensor in self.__dict__.pop("_before", {}).items():

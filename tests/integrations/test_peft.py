@@ -1,5 +1,7 @@
 """LoRA through PEFT on 4-bit models gives the same as PEFT on the dequantized weights."""
 
+import copy
+
 import pytest
 import torch
 
@@ -29,6 +31,7 @@ from moe_nvfp4.integrations.huggingface import (  # noqa: E402
     unregister,
 )
 from moe_nvfp4.integrations.huggingface.experts import HFExperts  # noqa: E402
+from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig, _Merging  # noqa: E402
 from moe_nvfp4.kernels.cpu import backend as cpu  # noqa: E402
 from moe_nvfp4.linear import NVFP4Linear  # noqa: E402
 from moe_nvfp4.quantize.recipes import quantize_expert  # noqa: E402
@@ -245,6 +248,46 @@ def test_a_model_with_adapters_inside_is_not_saved(where, merged, tmp_path):
     mine.unmerge_adapter()
     assert relative_error(logits(again), logits(mine)) < CLOSE
     mine.merge_and_unload().save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("mergeable", [False, True])
+@pytest.mark.parametrize("how", [dict(), dict(assign=True), "in place"], ids=str)
+def test_weights_that_are_loaded_after_merging_are_not_unmerged(how, mergeable):
+    """Unmerging would overwrite them with those from before."""
+    model, kind = swapped(linears="attention"), MergeableLoraConfig if mergeable else LoraConfig
+    settings = dict(nvfp4_mergeable=True) if mergeable else {}
+    settings |= dict(r=2, target_modules=["q_proj"], target_parameters=ON_EXPERTS, init_lora_weights=False)
+    mine, base = get_peft_model(copy.deepcopy(model), kind(**settings)).eval(), logits(model)
+    expected = logits(mine)
+    mine.merge_adapter()
+    merged = logits(mine)
+    mine.load_state_dict(copy.deepcopy(mine.state_dict()))  # of the same weights
+    copy.deepcopy(mine).half().unmerge_adapter()
+    mine.unmerge_adapter()
+    assert torch.equal(logits(mine), expected)
+    torch.manual_seed(1)
+    for module in (NVFP4Linear, HFExperts):
+        mine.merge_adapter()
+        assert torch.equal(logits(mine), merged)
+        wrapper = next(m for m in mine.modules() if isinstance(m, _Merging) and isinstance(m.get_base_layer(), module))
+        layer = wrapper.get_base_layer()
+        name = "weight" if module is NVFP4Linear else "down_proj"
+        other = getattr(layer, name).detach().flip(0)
+        if how == "in place":
+            getattr(layer, name).data.copy_(other)
+        else:
+            layer.load_state_dict({name: other}, strict=False, **how)
+        loaded = logits(mine)
+        assert relative_error(loaded, merged) > 1e-3
+        for unmerge in (mine.unmerge_adapter, mine.merge_adapter) if mergeable else (mine.unmerge_adapter,):
+            with pytest.raises(ValueError, match=r"default: .* others were loaded since.*unload\(\) returns"):
+                unmerge()
+        with pytest.raises(ValueError, match="others were loaded since"), mine.disable_adapter():
+            logits(mine)
+        assert torch.equal(logits(copy.deepcopy(mine).unload()), loaded)
+        getattr(layer, name).data.copy_(other.flip(0))
+        mine.unmerge_adapter()
+    assert torch.equal(logits(mine.unload()), base)
 
 
 def test_merging_into_experts_whose_recipe_needs_data_takes_mse():
