@@ -296,9 +296,12 @@ class _Merging:
         for p in base.parameters():
             refuse_elsewhere(p, "merged with adapters")
         base.unpack()
+        exact = torch.autocast(next(base.parameters()).device.type, enabled=False)  # for a call that merges, too
         if self.mergeable.intersection(adapters):
             (name, w), (a, b) = self._matrices(), self._finite_change(adapters)
-            merged = {name: merged_codes(w.codes, w.block_scales(), w.row_scales(), a, b).view_as(getattr(base, name))}
+            with exact:
+                codes = merged_codes(w.codes, w.block_scales(), w.row_scales(), a, b)
+            merged = {name: codes.view_as(getattr(base, name))}
             self._remember(adapters)
         else:
             logger.warning_once(
@@ -306,7 +309,8 @@ class _Merging:
                 "rounded away. Keep the adapter apart, train it to be merged (MergeableLoraConfig), or merge it into "
                 "the dense model"
             )
-            merged = self._merged(adapters)
+            with exact:
+                merged = self._merged(adapters)
         self._before = {name: getattr(base, name).data.clone() for name in merged}
         for name, tensor in merged.items():
             getattr(base, name).copy_(tensor)  # a backward pass that needs the bytes before will say so

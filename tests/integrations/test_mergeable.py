@@ -189,6 +189,22 @@ def test_what_is_trained_is_what_is_merged_and_saved(tmp_path):
         ExpertsAdapter(str(tmp_path / "adapter"))
 
 
+@pytest.mark.parametrize("kind", [MergeableLoraConfig, LoraConfig])
+def test_mixed_precision_does_not_round_what_is_merged(kind):
+    """Codes that calls choose under autocast are those that merging chooses without."""
+    torch.manual_seed(0)
+    mine = get_peft_model(swapped(), config(kind))
+    other = copy.deepcopy(mine)
+    mine.merge_adapter()
+    with torch.autocast("cpu", torch.bfloat16):
+        if kind is LoraConfig:
+            other.merge_adapter()
+        else:
+            logits(other)
+    expected = dict(mine.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in other.named_parameters())
+
+
 def test_state_dicts_in_training():
     """They have the weights that the model was given, whatever a call has merged: a checkpoint that is loaded into a
     new model goes on as the old one. After `merge_adapter` they are merged, as PEFT's are."""
