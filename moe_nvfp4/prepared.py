@@ -61,6 +61,14 @@ class Prepared(FP32Scales):
     _prepare_for: Callable[[Selected], None]
     weights: Any
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name.endswith("_orig") and param is not None and param.dtype == torch.uint8:  # by torch.nn.utils.prune
+            raise ValueError(
+                f"{name.removesuffix('_orig')} has 4-bit codes or their scales as bytes, which pruning would take for "
+                "values: prune the dense model, and quantize the result"
+            )
+        super().register_parameter(name, param)
+
     def _for_call(self, *problem: Any) -> tuple[Selected, Any]:
         """The backend for a call (arguments: those of `_problem`), and `weights` in its layout. These stay as they are
         even if other threads change the module's weights meanwhile (another dtype, `state_dict`, `to`), also where each

@@ -705,3 +705,15 @@ def test_parameters_that_are_computed_are_refused(module, name, compiled):
         if hasattr(changed, "parametrizations"):
             parametrize.remove_parametrizations(changed, name)
             assert torch.equal(changed(*inputs), want)
+
+
+@pytest.mark.parametrize("module, name", every_parameter(), ids=lambda x: x if isinstance(x, str) else type(x).__name__)
+def test_bytes_are_not_pruned(module, name):
+    """By their size, which says nothing of the values', and `prune.remove` would leave that without a word."""
+    if module._parameters[name].is_floating_point():
+        return
+    before = copy.deepcopy(module.state_dict())
+    for method in (prune.l1_unstructured, prune.random_unstructured):
+        with pytest.raises(ValueError, match="prune the dense model"):
+            method(module, name, 0.5)
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
