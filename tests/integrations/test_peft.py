@@ -31,7 +31,7 @@ from moe_nvfp4.integrations.huggingface import (  # noqa: E402
     unregister,
 )
 from moe_nvfp4.integrations.huggingface.experts import HFExperts  # noqa: E402
-from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig, _Merging  # noqa: E402
+from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig, _digest, _Merging  # noqa: E402
 from moe_nvfp4.kernels.cpu import backend as cpu  # noqa: E402
 from moe_nvfp4.linear import NVFP4Linear  # noqa: E402
 from moe_nvfp4.quantize.recipes import quantize_expert  # noqa: E402
@@ -288,6 +288,22 @@ def test_weights_that_are_loaded_after_merging_are_not_unmerged(how, mergeable):
         getattr(layer, name).data.copy_(other.flip(0))
         mine.unmerge_adapter()
     assert torch.equal(logits(mine.unload()), base)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 12, (1 << 20) + 9])
+def test_a_digest_changes_with_any_byte(dtype, size):
+    torch.manual_seed(0)
+    t = torch.randint(256, (size * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    digest, data = _digest(t), t.view(torch.uint8)
+    assert _digest(t.clone()) == digest
+    for i in {0, 7, 8, len(data) // 2, len(data) - 1}.intersection(range(len(data))):
+        for bit in (1, 128):
+            data[i] ^= bit
+            assert _digest(t) != digest
+            data[i] ^= bit
+    changed = data.roll(8)
+    assert size == 1 or not torch.equal(changed, data) and _digest(changed) != digest
 
 
 def test_merging_into_experts_whose_recipe_needs_data_takes_mse():
