@@ -21,7 +21,7 @@ from moe_nvfp4.quantize.dialects import (
     QuantizationInfo,
     read_config,
 )
-from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, expert_counts, read_json
+from moe_nvfp4.quantize.files import NAMED_WEIGHTS, TORCH_DTYPES, Checkpoint, TensorSlice, expert_counts, read_json
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.jobs import (
     Job,
@@ -251,6 +251,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
         if is_dense_linear(name, stored) and not any(name.startswith(f"{m}.") for m in draft.excluded):
             draft.dense.add(name.removesuffix(".weight"))
     config = {**checkpoint.config, "quantization_config": _quantization_config(draft, info)}
+    config.pop(NAMED_WEIGHTS, None)  # new files have the usual names
     if not (config.get("dtype") or config.get("torch_dtype")) and options.dtype:
         config["dtype"] = DTYPES[options.dtype]  # without it, transformers may take that of a scale
     if options.importance is not None:

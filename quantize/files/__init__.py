@@ -2,6 +2,7 @@
 
 from moe_nvfp4.quantize.files.checkpoint import (
     INDEX,
+    NAMED_WEIGHTS,
     TOP_K,
     Checkpoint,
     TensorSlice,
@@ -21,7 +22,7 @@ from moe_nvfp4.quantize.files.shards import ShardWriter
 from moe_nvfp4.quantize.files.staging import StagingDir, lock, unlock
 
 __all__ = [
-    "INDEX", "TOP_K", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice", "TensorView",
-    "check_config", "expert_counts", "identity_experts", "lock", "open_checkpoint", "read_header", "read_json",
-    "read_tensors", "sizes", "sub_configs", "tensor_bytes", "unlock", "without_identity_experts",
+    "INDEX", "NAMED_WEIGHTS", "TOP_K", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice",
+    "TensorView", "check_config", "expert_counts", "identity_experts", "lock", "open_checkpoint", "read_header",
+    "read_json", "read_tensors", "sizes", "sub_configs", "tensor_bytes", "unlock", "without_identity_experts",
 ]  # fmt: skip

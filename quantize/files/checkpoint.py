@@ -28,6 +28,8 @@ EXPERT_COUNTS = r"(moe_)?(num|n)_(local_|routed_)?experts"  # keys of configs
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
 # Keys of rope_parameters, or of configs if they begin with rope_: numbers, or lists of them
 ROPE_NUMBERS = r"\w*theta|\w*factor|\w*freq|beta_(fast|slow)|mscale\w*|original_max_position_embeddings"
+NAMED_WEIGHTS = "transformers_weights"  # the key of a config for the file that is loaded in place of the usual one
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # where there is no safetensors file of a usual name
 ENDS = 64  # bytes that `Checkpoint.state` reads at each end of a tensor
 
 
@@ -193,13 +195,19 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
         raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
     config = _read_config(folder / "config.json")
     found = sorted(folder.glob("*.safetensors"))
-    path = _find_index(folder)
-    index = _read_index(path, found) if path is not None else {}
+    named = _named_weights(folder, config)
+    path = _find_index(folder) if named is None else named if named.suffix == ".json" else None
+    index = _read_index(path, found if named is None else []) if path is not None else {}
     path = path if index else None
-    files = tuple(sorted({folder / name for name in index.values()})) if index else _single(folder, found)
+    if index:
+        files = tuple(sorted({folder / name for name in index.values()}))
+    else:
+        files = _single(folder, found) if named is None else (named,)
     tensors = read_tensors(files)
     if path is not None:
         _check_index(path, index, tensors)
+    if named is None:
+        _check_usual(path or files[0])
     _check_sizes(folder / "config.json", config, {name: t.shape for name, t in tensors.items()})
     tensors = without_identity_experts(tensors, config)
     return Checkpoint(folder, config, tensors, files, tuple(p for p in found if p not in files), path)
@@ -297,6 +305,19 @@ def _check_objects(path: Path, config: Mapping, above: str = "") -> None:
             _check_objects(path, value, f"{above}{key}.")
 
 
+def _named_weights(folder: Path, config: Mapping) -> Path | None:
+    """The weights, or their index, that the config tells transformers to load, whatever else is in the folder; None: it
+    names none. ValueError for a name of anything else, or of a file that is not there."""
+    if (name := config.get(NAMED_WEIGHTS)) is None:
+        return None
+    known = isinstance(name, str) and re.fullmatch(r"[\w\-][\w.\-]*\.safetensors(\.index\.json)?", name)
+    if not known or not (folder / name).is_file():
+        raise ValueError(f"{folder / 'config.json'}: {NAMED_WEIGHTS} is {name!r:.200}, and transformers loads what it "
+                         "names: it must be a .safetensors file in the folder, or the index of such files; download "
+                         "that file too, or remove the entry")  # fmt: skip
+    return folder / name
+
+
 def _single(folder: Path, found: list[Path]) -> tuple[Path, ...]:
     if len(found) == 1 and not re.search(r"-of-0*([2-9]|1\d)\d*\.", found[0].name):
         return (found[0],)
@@ -363,6 +384,14 @@ def _check_index(path: Path, index: Mapping[str, str], tensors: Mapping[str, Ten
     for name, stored in tensors.items():
         if name not in index:
             raise ValueError(f"{path} does not name {name}, which is in {stored.file.name}: download both again")
+
+
+def _check_usual(path: Path) -> None:
+    """ValueError where transformers would not load `path`, the weights or their index, but those of another format."""
+    others = (path.with_name(name) for name in PICKLED)
+    if path.name not in (INDEX, "model.safetensors") and (other := next(filter(Path.is_file, others), None)):
+        raise ValueError(f"{other} is what transformers loads, and not {path.name}, which may be of other weights: "
+                         "move one of them to another folder")  # fmt: skip
 
 
 def read_json(path: Path) -> dict:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests import checkpoints
 from tests.common import THRESHOLDS, peak_while_loading, relative_error, stand_for_hopper
 from tests.models import (
     FAMILIES,
@@ -333,6 +335,43 @@ def test_shards_of_a_variant(tmp_path, capsys):
         verify_checkpoint(source)
     model.save_pretrained(source)  # files without a variant are the checkpoint's, as from_pretrained reads it
     assert verify_checkpoint(source, tmp_path / "nvfp4").layers
+
+
+@pytest.mark.parametrize("index", [False, True], ids=["a file", "an index"])
+def test_the_weights_that_the_config_names(index, tmp_path):
+    """transformers loads what transformers_weights in config.json names, whatever else is in the folder. New files have
+    the usual names."""
+    source, other = folder(tmp_path, qwen3_moe), make(qwen3_moe, torch.bfloat16)
+    for p in other.parameters():
+        p.data.mul_(2)
+    other.save_pretrained(tmp_path / "other", **(dict(variant="a", max_shard_size="30KB") if index else {}))
+    names = {"model.safetensors": "a.safetensors", "model.safetensors.index.a.json": "a.safetensors.index.json"}
+    for path in (tmp_path / "other").glob("model*"):
+        shutil.copy(path, source / names.get(path.name, path.name))
+    checkpoints.edit_config(source, transformers_weights=f"a.safetensors{'.index.json' * index}")
+    dense = tensors(tmp_path / "other")
+    assert all(torch.equal(p, dense[name]) for name, p in load(source).named_parameters() if name in dense)
+    convert_checkpoint(source, tmp_path / "converted", Options(), progress=False)
+    assert "transformers_weights" not in checkpoints.config_of(tmp_path / "converted")
+    assert verify_checkpoint(tmp_path / "converted", source).layers
+    same_experts(load(tmp_path / "converted"), load(source, quantization_config=MoeNvfp4Config()))
+    for wrong in ("b.safetensors", "../a.safetensors", "a.bin", 3):
+        checkpoints.edit_config(source, transformers_weights=wrong)
+        with pytest.raises(ValueError, match="config.json: transformers_weights is .* remove the entry"):
+            convert_checkpoint(source, tmp_path / "x", Options(), progress=False)
+
+
+@pytest.mark.parametrize("other", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize("variant", ["a file", "shards"])
+def test_weights_that_transformers_passes_over(variant, other, tmp_path):
+    """Where no safetensors file has a usual name, transformers takes the other format, which may be other weights."""
+    source = folder(tmp_path, qwen3_moe, variant="a", max_shard_size="30KB" if variant == "shards" else "1GB")
+    assert convert_checkpoint(source, tmp_path / "x", Options(), dry_run=True).quantized
+    (source / other).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"{other} is what transformers loads, and not model"):
+        convert_checkpoint(source, tmp_path / "x", Options(), dry_run=True)
+    make(qwen3_moe).save_pretrained(source)
+    assert convert_checkpoint(source, tmp_path / "x", Options(), dry_run=True).quantized
 
 
 # ---------------------------------------------------------------- generate
