@@ -105,6 +105,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         self.quant_method: Any = "moe_nvfp4"  # for transformers' registry; config.json has the dialect's
         self.ignore = list(ignore or [])
         self.input_scale, self.pre_quant_scale = bool(input_scale), bool(pre_quant_scale)
+        self.weights_only = False  # whether the files say W4A16, for which their static scales, if any, are not used
         self.dequantize = False  # a loading attribute of transformers' CompressedTensorsConfig
         self.unknown: dict[str, Any] = {}  # what other tools wrote, carried through
         self.unread: Exception | None = None  # of a folder that becomes NVFP4 if asked for: why nothing else reads it
@@ -116,6 +117,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         method = config.pop("quant_method", None)
         if method == "moe_nvfp4" and "quant_algo" not in config_dict:  # a dictionary of the fields of `cls`
             method = None
+        info = None
         if method is not None:
             info = read_config(config_dict)
             if info is None:
@@ -132,18 +134,20 @@ class MoeNvfp4Config(QuantizationConfigMixin):
             raise ValueError(f"moe_nvfp4 in the quantization_config of config.json makes no sense ({error}): download "
                              "it again") from None  # fmt: skip
         result.unknown, result.chosen = config, {}
+        result.weights_only = info is not None and info.activations == "bf16"
         return (result, {}) if return_unused_kwargs else result
 
     def to_dict(self) -> dict[str, Any]:
+        static = self.input_scale and not (self.weights_only and self.activations == "bf16")
         own = {
             "activations": self.activations,
             "recipe": self.recipe,
             "exclude": self.exclude,
-            "input_scale": self.input_scale,
+            "input_scale": static,
         }
         if self.linears == "dense":
             own["linears"] = self.linears
-        written = DIALECTS[self.dialect].write(self.ignore, self.input_scale, own, __version__, self.pre_quant_scale)
+        written = DIALECTS[self.dialect].write(self.ignore, static, own, __version__, self.pre_quant_scale)
         return {**self.unknown, **written}
 
     def get_loading_attributes(self) -> dict[str, Any]:

@@ -427,7 +427,7 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
         found = observe(layers, run, linears.values())
     for name, scales in found.items():
         layers[name].set_input_scales(*scales)
-    config.input_scale = True
+    config.input_scale, config.weights_only = True, False
     return model
 
 

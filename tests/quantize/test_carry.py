@@ -76,6 +76,31 @@ def test_linears_are_carried_with_the_experts_and_back(dialect, tmp_path):
             assert as_bytes(tensor) == as_bytes(again[name]), name
 
 
+@pytest.mark.parametrize("dialect", CONFIGS)
+@pytest.mark.parametrize("last", ["convert", "save"])
+def test_input_scales_of_w4a16_files_are_not_used(last, dialect, tmp_path):
+    """Files may have scales that their config does not use: that of mixed files has to be made W4A16. Servers would use
+    them if new files said W4A4, and wait for those of other layers."""
+    group = CONFIGS[dialect]["config_groups"]["group_0"] | {"input_activations": None}
+    algo = {"quant_algo": "W4A16_NVFP4"} if dialect == "modelopt" else {}
+    source, _ = quantized(tmp_path, qwen3_moe, dialect, input_scale=0.01, **algo, config_groups={"group_0": group})
+    there = tmp_path / "there"
+    if last == "convert":
+        carried(source, there, OTHER[dialect])
+    else:
+        AutoModelForCausalLM.from_pretrained(source).save_pretrained(there)
+    assert any(re.search(r"\.input_(global_)?scale$", name) for name in tensors(there))
+    for step in (1, 2):
+        config = config_of(there)["quantization_config"]
+        assert config.get("quant_algo") in ("W4A16_NVFP4", None)
+        assert not config["config_groups"]["group_0"].get("input_activations")
+        model = AutoModelForCausalLM.from_pretrained(there)
+        there = tmp_path / f"again{step}"
+        model.save_pretrained(there)
+    set_activations(model, "nvfp4").save_pretrained(tmp_path / "w4a4")
+    assert config_of(tmp_path / "w4a4")["quantization_config"]["config_groups"]["group_0"]["input_activations"]
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", CONFIGS)
 @pytest.mark.parametrize("inputs", [None, 0.01], ids=["W4A16", "input scales"])
