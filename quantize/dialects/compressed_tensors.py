@@ -86,7 +86,8 @@ class CompressedTensors(Dialect):
         return "re:" + re.escape(start if end == ".*" else wildcard).replace(r"\*", r"\d+") + end
 
     def kv_cache_scheme(self, found: Any) -> Any:
-        return found if isinstance(found, Mapping) else None  # numbers of bits; ModelOpt's names are of other formats
+        # Numbers of bits; ModelOpt's names are of other formats. vLLM refuses a scheme without the first two keys
+        return {"strategy": "tensor", "symmetric": True, **found} if isinstance(found, Mapping) else None
 
     def misread_by(self, q: Mapping) -> list[str]:
         return ["transformers 5.24 by itself loads these experts with wrong numbers: "

@@ -352,10 +352,17 @@ def test_cards_of_another_form(metadata, tmp_path):
 
 @pytest.mark.parametrize("algo", ["NVFP4", "INT8", "NVFP4_AFFINE", "FP8"])
 def test_kv_cache_schemes(algo, tmp_path):
-    """compressed-tensors takes a scheme in numbers, or none; ModelOpt's own name is kept in its dialect."""
+    """compressed-tensors takes a scheme in numbers, or none, and vLLM only one that is symmetric and has a strategy;
+    ModelOpt's own name is kept in its dialect."""
     source, _ = quantized(tmp_path, small, "modelopt", kv_cache_quant_algo=algo)
     q = config_of(converted(source, tmp_path / "b", dialect="compressed-tensors"))["quantization_config"]
-    assert q["kv_cache_scheme"] == ({"dynamic": False, "num_bits": 8, "type": "float"} if algo == "FP8" else None)
+    numbers = {"dynamic": False, "num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    assert q["kv_cache_scheme"] == (numbers if algo == "FP8" else None)
+    if algo == "FP8":  # what a file says stays so
+        theirs = {**numbers, "strategy": "attn_head"}
+        edit_config(source, quantization_config={**config_of(source)["quantization_config"], "kv_cache_scheme": theirs})
+        q = config_of(converted(source, tmp_path / "c", dialect="compressed-tensors"))["quantization_config"]
+        assert q["kv_cache_scheme"] == theirs
 
 
 def test_awq_scales_that_differ(tmp_path):
