@@ -17,6 +17,7 @@ FOLDER holds NVFP4 experts (ModelOpt or compressed-tensors), or bf16 ones, which
     loading.py   fills an `NVFP4Experts` from single tensors; does not import vLLM
     unwritten.py MXFP4 and FP8 files, as NVFP4; does not import vLLM
     placement.py which layers' experts stay on the CPU; does not import vLLM
+    reload.py    new weights in a running server
     engine.py    uses vLLM's internals, which change with its versions
 """
 

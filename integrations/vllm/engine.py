@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -32,8 +31,8 @@ from vllm.platforms import current_platform
 from moe_nvfp4.backends import Device, named
 from moe_nvfp4.integrations.placement import COPIED, SCRATCH
 from moe_nvfp4.integrations.vllm import NAME
-from moe_nvfp4.integrations.vllm.config import READERS, told, version
-from moe_nvfp4.integrations.vllm.loading import check_folder, checked
+from moe_nvfp4.integrations.vllm.config import READERS, version
+from moe_nvfp4.integrations.vllm.reload import check_reloads
 from moe_nvfp4.integrations.vllm.unwritten import Converted, tensors
 from moe_nvfp4.quantize.dialects.compressed_tensors import FORMAT
 from moe_nvfp4.quantize.dialects.modelopt import ALGOS
@@ -426,70 +425,6 @@ def _cache_bytes(config: VllmConfig) -> int:
     own = [layer for layer in layers if getattr(layer, "kv_sharing_target_layer_name", None) is None]
     specs = [spec for layer in own if (spec := layer.get_kv_cache_spec(config)) is not None]
     return sum(spec.max_memory_usage_bytes(config) for spec in specs)
-
-
-def awaits(parameter: torch.nn.Parameter, numbers: int) -> None:
-    """Tell vLLM how many numbers of files come for a parameter. Loading weights again, it counts them, and prepares a
-    layer when all have come, or at the end; till then the layer is on meta, and vLLM keeps what came."""
-    parameter.weight_loader_numel = numbers
-
-
-def _counts_what_is_awaited() -> bool:
-    """Whether this vLLM looks at what `awaits` says."""
-    from vllm.model_executor.model_loader.reload.utils import get_layer_size
-
-    layer = torch.nn.ParameterList([torch.empty(0)])
-    awaits(layer[0], 1)
-    return get_layer_size(layer) == 1
-
-
-def is_announced(param: Tensor) -> bool:
-    """Whether vLLM only counts the numbers of a tensor, and brings it again when the layer is complete."""
-    return param.is_meta
-
-
-def announce(tensor: Tensor) -> None:
-    """Have vLLM count the numbers of `tensor`: it counts what is copied."""
-    torch.empty(tensor.shape, device="meta").copy_(tensor)
-
-
-def check_reloads() -> None:
-    """Have weights that are loaded again checked in this process, a folder before anything is replaced: vLLM itself
-    ends in an assertion, with half of the model on meta, if linears come in another form, or unknown names."""
-    for name in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
-        runner = getattr(sys.modules.get(name), "GPUModelRunner", None)
-        if hasattr(runner, "reload_weights") and not hasattr(runner.reload_weights, "checks"):
-            runner.reload_weights = _checking(runner.reload_weights)
-
-
-def _checking(reload: Callable[..., None]) -> Callable[..., None]:
-    def reload_weights(self, weights_iterator=None, weights_path=None, is_checkpoint_format=True) -> None:
-        config = self.vllm_config.quant_config
-        if config is not None and config.get_name() == NAME:
-            if not is_checkpoint_format:
-                raise NotImplementedError(
-                    "is_checkpoint_format=False: 4-bit layers keep their weights in a layout of their own, in which no "
-                    "tensors come: leave it out, and send tensors as files have them"
-                )
-            if not _counts_what_is_awaited():
-                raise NotImplementedError(
-                    f"reload_weights: vLLM {vllm.__version__} prepares a layer as soon as its parameters are full, and "
-                    "those of 4-bit experts are empty: serve with vLLM 0.31 or newer, or start the server again"
-                )
-            if weights_iterator is None and config.converted is not None:
-                raise NotImplementedError(
-                    f"reload_weights: the files were {config.form}, which is converted once, when the server starts: "
-                    "serve the folder that moe-nvfp4 quantize SRC DST writes, or start the server again"
-                )
-            if weights_iterator is not None:
-                weights_iterator = checked(weights_iterator, config.info)
-            elif weights_path is not None:
-                model = self.vllm_config.model_config
-                check_folder(weights_path, config.info, model.model, told(model.hf_config).get("activations"))
-        reload(self, weights_iterator, weights_path, is_checkpoint_format)
-
-    reload_weights.checks = True  # type: ignore[attr-defined]
-    return reload_weights
 
 
 def check_adapters() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
-from moe_nvfp4.integrations.vllm import engine
+from moe_nvfp4.integrations.vllm import engine, reload
 from moe_nvfp4.integrations.vllm.hidden import hide, refuse_saving
 from moe_nvfp4.integrations.vllm.loading import CAST, DTYPES, OUTSIDE, refresh
 from moe_nvfp4.linear import NVFP4Linear
@@ -70,7 +70,7 @@ class NVFP4LinearMethod(LinearMethodBase):
         for kind in ("global_scale", "input_scale"):
             scales = torch.empty(matrices, dtype=torch.float32)
             parameter = PerTensorScaleParameter(data=scales, **attributes(kind))
-            engine.awaits(parameter, matrices * (kind == "global_scale" or is_quantized(self.activations)))
+            reload.awaits(parameter, matrices * (kind == "global_scale" or is_quantized(self.activations)))
             layer.register_parameter(getattr(d, kind), parameter)
 
     def _loader(self, kind: str, weight_loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,6 +96,10 @@ class NVFP4LinearMethod(LinearMethodBase):
             return weight_loader(*given)
 
         return load
+
+    def begin(self) -> None:
+        """Be ready for all weights once more."""
+        self.came = {}
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if layer.get_parameter(self.dialect.weight).is_meta:  # the head, where vLLM's model pools and has none

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_
 from vllm.model_executor.utils import set_weight_attrs
 
 from moe_nvfp4.experts import NVFP4Experts, serve_beside
-from moe_nvfp4.integrations.vllm import engine
+from moe_nvfp4.integrations.vllm import engine, reload
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Share
 from moe_nvfp4.integrations.vllm.hidden import hide, refuse_saving
 from moe_nvfp4.integrations.vllm.loading import OTHER, OUTSIDE, ExpertLoader, refresh
@@ -49,6 +49,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         self.gate, self.own_gate = engine.gate_of(layer, said)
         self.dialect, self.activations, self.recipe = dialect, activations, recipe
         self.lora: Any = None  # `lora.ExpertsWithLoRA`, where requests choose adapters
+        self.drops = False  # whether vLLM's model drops a part of the experts
 
     def create_weights(
         self,
@@ -86,7 +87,6 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         if by_request or self.adapters != ((), ()):
             channels = hidden_size, intermediate_size_per_partition
             engine.refuse_graphs(layer, self.device, params_dtype, channels, self.loader.experts.num_experts)
-        self.failed = False  # whether weights were loaded again, and not all of them came
         if on_cpu:
             engine.refuse_on_cpu(layer, self.device, self.loader.experts._hooks(self.adapters).fused, by_request)
         self.model, self.room = engine.model_class(), partial(engine.room, engine.current(), self.moe)
@@ -100,7 +100,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             for suffix, kind in suffixes.items():
                 parameter = nn.Parameter(torch.empty(0), requires_grad=False)
                 set_weight_attrs(parameter, {"weight_loader": self._loader(layer, kind, suffix)})
-                engine.awaits(parameter, self._numbers(stack, suffix))
+                reload.awaits(parameter, self._numbers(stack, suffix))
                 layer.register_parameter(f"{stack}_{suffix}", parameter)
 
     def _adapters(self, name: str) -> Adapters:
@@ -125,14 +125,15 @@ class MoeNvfp4Method(FusedMoEMethodBase):
 
         def load(param, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int, return_success=False):
             gpt_oss = shard_id.startswith("gpt_oss")  # only down comes: `ExpertLoader.read` loads all three
+            self.drops |= gpt_oss
             e = -1 if gpt_oss else engine.local_expert(layer, expert_id)
             if e < 0 and not gpt_oss:  # of another rank; it may come when this one's layer is complete
                 return False if return_success else None
-            again = engine.is_announced(param)
+            again = reload.is_announced(param)
             if again and self.loader is None:
                 self.loader = self.new_loader(layer.nvfp4.down_proj.device)
-            if self.loader is None or self.failed or (again and gpt_oss):
-                raise NotImplementedError(self._why_not(layer, weight_name))
+            if self.loader is None:
+                raise NotImplementedError(f"{weight_name} {OUTSIDE}")
             if gpt_oss:
                 return False if return_success else None
             stacked = loaded_weight.dim() == 3  # Llama 4's bf16 experts: all of this rank, in order
@@ -148,7 +149,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
                         f"{matrix} comes as {loaded_weight.dtype}, and is NVFP4 of {self.dialect.name} in the files "
                         f"{OTHER}"
                     )
-                engine.announce(loaded_weight)
+                reload.announce(loaded_weight)
             else:
                 for i, tensor in enumerate(loaded_weight if stacked else [loaded_weight]):
                     self.loader.load(kind, parts[shard_id], e + i, tensor, f"{matrix}.{suffix}")
@@ -157,17 +158,15 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         load.supports_moe_loading = True  # vLLM's Llama 4 looks for this
         return load
 
-    def _why_not(self, layer: RoutedExperts, weight_name: str) -> str:
-        """Why a tensor that comes after the model was loaded is refused."""
-        if self.failed:
-            return f"{layer.layer_name}: loading its weights again failed before, in part: start the server again"
-        if self.loader is None:
-            return f"{weight_name} {OUTSIDE}"
-        return f"{layer.layer_name}: vLLM's gpt-oss drops gate and up of new weights: start the server again"
+    def begin(self) -> None:
+        """Be ready for all weights once more. NotImplementedError, and nothing is changed, if they cannot come."""
+        if self.drops:
+            raise NotImplementedError("vLLM's gpt-oss drops gate and up of new weights: start the server again")
+        self.loader = None  # with what came before, if that has failed
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        loader, again = self.loader, self.loader is not None and self.loader.experts is not layer.nvfp4
-        self.failed = again  # until all is done
+        loader, self.loader = self.loader, None
+        again = loader.experts is not layer.nvfp4
         if not again:
             self._place(layer.nvfp4)
         if self.dummy and not again:
@@ -188,7 +187,6 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             tree_map(lambda t, read: t.copy_(read), self.adapters, self._adapters(layer.layer_name))
         else:
             refuse_saving(layer, layer.layer_name)
-        self.loader, self.failed = None, False
 
     def _place(self, experts: NVFP4Experts) -> None:
         """Keep the experts on the CPU, or bring them to the GPU if that is where they stay."""
