@@ -18,8 +18,9 @@ from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStr
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
 
-# Scales of caches are optional, and our own linears have looked for theirs
-OTHERS = (BaseKVCacheMethod, NVFP4LinearMethod)
+# A NaN for each size of a float that files hardly have: one that they do have stays
+MARKS = {2: (torch.int16, 0x7FE5), 4: (torch.int32, 0x7FE5A5A5), 8: (torch.int64, 0x7FF9E5A5A5A5A5A5),
+         1: (torch.uint8, 0x7F)}  # fmt: skip
 
 
 def check_loads() -> None:
@@ -59,32 +60,37 @@ def mark(model: nn.Module, but: tuple[type[nn.Module], ...] = ()) -> dict[str, T
         method, last = getattr(module, "quant_method", None), name.rpartition(".")[2]
         # vLLM's methods for other formats have scales that files may lack
         known = method is None or last in ("bias", "weight") or last.endswith(("_bias", "_weight"))
-        skipped = p.is_meta or not p.numel() or not p.is_floating_point() or not known
-        if skipped or isinstance(method, OTHERS) or isinstance(module, but):
+        skipped = p.is_meta or not p.numel() or not p.is_floating_point() or not known or isinstance(module, but)
+        # scales of caches are optional, and our own linears look for all but the bias
+        if skipped or isinstance(method, BaseKVCacheMethod) or isinstance(method, NVFP4LinearMethod) and last != "bias":
             continue
-        before[name] = _first_column(p).clone()
-        _first_column(p).copy_(torch.full_like(before[name], torch.nan, dtype=torch.float32))
+        before[name] = _bits(p).clone()
+        _bits(p).fill_(MARKS[p.itemsize][1])
     return before
 
 
 def left(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
-    """The parameters of which a whole part is still as `mark` left it. Where a row is, and its part came (vLLM fills
-    up some weights to a size that its kernels want), it becomes what it was."""
+    """The parameters of which a whole part is still as `mark` left it, or NaN. Where a row is as it was left, and its
+    part came (vLLM fills up some weights to a size that its kernels want), it becomes what it was."""
     missing = []
     for name, rows in before.items():
         p = model.get_parameter(name)
-        column = _first_column(p)
-        nan = column.float().isnan()
+        nan = _first_column(p).isnan()
         if not nan.any():
             continue
         if any(part.all() for part in _parts(model.get_submodule(name.rpartition(".")[0]), nan)):
             missing.append(name)
-        column.copy_(torch.where(nan, rows.float(), column.float()))
+        bits = _bits(p)
+        bits.copy_(torch.where(bits == MARKS[p.itemsize][1], rows, bits))
     return missing
 
 
 def _first_column(p: nn.Parameter) -> Tensor:
     return p.data[..., 0] if p.dim() > 1 else p.data.view(-1)
+
+
+def _bits(p: nn.Parameter) -> Tensor:
+    return _first_column(p).view(MARKS[p.itemsize][0])
 
 
 def _parts(module: nn.Module, rows: Tensor) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightP
 
 from moe_nvfp4.integrations.vllm import engine, reload
 from moe_nvfp4.integrations.vllm.hidden import hide, refuse_saving
-from moe_nvfp4.integrations.vllm.loading import CAST, DTYPES, OUTSIDE, refresh
+from moe_nvfp4.integrations.vllm.loading import CAST, DTYPES, OUTSIDE, check_rows, refresh
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.ready import prepare
@@ -56,7 +56,7 @@ class NVFP4LinearMethod(LinearMethodBase):
             )
         layer.input_size_per_partition = K
         self.sizes, self.columns, self.whole = list(output_partition_sizes), input_size, K == input_size
-        self.dtype, self.dummy = params_dtype, engine.dummy_weights()
+        self.ranks, self.dtype, self.dummy = getattr(layer, "tp_size", 1), params_dtype, engine.dummy_weights()
         self.came: dict[str, set] = {}  # kind -> those of the fused linears whose tensors have come; None: all in one
 
         def attributes(kind: str) -> dict[str, Any]:
@@ -91,6 +91,8 @@ class NVFP4LinearMethod(LinearMethodBase):
             if kind in DTYPES and loaded_weight.shape[-1] * PER_ELEMENT[kind] != self.columns:
                 raise ValueError(f"{where} is {found}, the model's config needs {self.columns} columns: config.json "
                                  "and the weights are not of one model")  # fmt: skip
+            if kind in DTYPES:
+                check_rows(where, loaded_weight, self.sizes, loaded_shard_id, self.ranks)
             self.came.setdefault(kind, set()).update(shards)
             given = (param, loaded_weight) if loaded_shard_id is None else (param, loaded_weight, loaded_shard_id)
             return weight_loader(*given)

@@ -256,6 +256,21 @@ def refresh(here: nn.Module, new: nn.Module, name: str) -> None:
         p.data.copy_(fresh[key].data)
 
 
+def check_rows(where: str, tensor: Tensor, sizes: list[int], shard: Any, ranks: int) -> None:
+    """ValueError if a tensor has more rows than its part of a fused linear: vLLM's loaders would cut them off.
+
+    sizes  rows of each part on one of the `ranks`
+    shard  whose the tensor is, as vLLM says it: "q", "k", "v", a number, several, or None, for all
+    """
+    shards = range(len(sizes)) if shard is None else shard if isinstance(shard, tuple) else (shard,)
+    rows = ranks * sum(sizes["qkv".index(i) if isinstance(i, str) else i] for i in shards)
+    if tensor.shape[0] > rows:
+        raise ValueError(
+            f"{where} is {tensor.dtype} {list(tensor.shape)}, the model's config needs {rows} rows: config.json and "
+            "the weights are not of one model"
+        )
+
+
 def _fill(place: Tensor, tensor: Tensor, where: str) -> None:
     if place.shape != tensor.shape:
         raise ValueError(

@@ -18,7 +18,7 @@ from moe_nvfp4.experts import NVFP4Experts, serve_beside
 from moe_nvfp4.integrations.vllm import engine, reload
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Share
 from moe_nvfp4.integrations.vllm.hidden import hide, refuse_saving
-from moe_nvfp4.integrations.vllm.loading import OTHER, OUTSIDE, ExpertLoader, refresh
+from moe_nvfp4.integrations.vllm.loading import OTHER, OUTSIDE, ExpertLoader, check_rows, refresh
 from moe_nvfp4.integrations.vllm.placement import Placement
 from moe_nvfp4.integrations.vllm.unwritten import Converted
 from moe_nvfp4.ops import Adapters
@@ -223,7 +223,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
 
 @register_weight_loader_v2_supported_method
 class DenseLinearMethod(UnquantizedLinearMethod):
-    """A linear that stays as it is, and refuses 4-bit weights, which vLLM may be given while it runs.
+    """A linear that stays as it is, and refuses rows too many, and 4-bit weights, which vLLM may be given later.
 
     name   of vLLM's module, for messages
     check  called once the linear is loaded, when all layers exist
@@ -233,14 +233,25 @@ class DenseLinearMethod(UnquantizedLinearMethod):
         super().__init__()
         self.name, self.check = name, check
 
-    def create_weights(self, *args: Any, weight_loader: Callable[..., Any], **attributes: Any) -> None:
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *args: Any,
+        weight_loader: Callable[..., Any],
+        **attributes: Any,
+    ) -> None:
         def load(param: nn.Parameter, loaded_weight: Tensor, *shard: Any) -> Any:
             if not loaded_weight.is_floating_point():
                 found = f"{loaded_weight.dtype} {list(loaded_weight.shape)}"
                 raise ValueError(f"{self.name}.weight comes as {found}, and is dense in the files {OTHER}")
+            one = shard[0] if shard else None
+            check_rows(f"{self.name}.weight", loaded_weight, output_partition_sizes, one, getattr(layer, "tp_size", 1))
             return weight_loader(param, loaded_weight, *shard)
 
-        super().create_weights(*args, weight_loader=load, **attributes)
+        sizes = input_size_per_partition, output_partition_sizes
+        super().create_weights(layer, *sizes, *args, weight_loader=load, **attributes)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if self.check is not None:

@@ -88,6 +88,23 @@ def biased():
     return model
 
 
+@pytest.mark.parametrize("linears", [(), "attention"], ids=["dense", "4-bit"])
+def test_other_biases_and_rows(tmp_path, linears):
+    """vLLM would take the bias from what is in memory, and cut the rows off."""
+    folder(tmp_path, biased)
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", Options(linears=linears), progress=False)
+    files = tensors(tmp_path / "nvfp4")
+    bias, weight = (f"model.layers.0.self_attn.v_proj.{last}" for last in ("bias", "weight"))
+    for change, message in (
+        ({key: files[key] for key in files if key != bias}, r"qkv_proj\.bias: all or a part did not come from"),
+        (files | {weight: torch.cat([files[weight].view(torch.uint8)] * 2).view(files[weight].dtype)},
+         r"qkv_proj.*weight.* is torch\.\w+ \[128, \d+\], the model's config needs 64 rows"),
+    ):  # fmt: skip
+        save_file(change, tmp_path / "nvfp4" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            generate(tmp_path / "nvfp4")
+
+
 @pytest.mark.parametrize("input_scale", [None, 0.01], ids=["dynamic scales", "static scales"])
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_folders_of_others(tmp_path, dialect, input_scale):
@@ -189,6 +206,8 @@ CHANGES = [
     (dense, r"layers\.1\.self_attn\.qkv_proj: weight of k is torch\.bfloat16 \[64, 128\].*ignore list"),
     (lambda files: files.update({f"{K}.weight": torch.zeros(64, 32, dtype=torch.uint8)}),
      r"qkv_proj: weight of k is torch\.uint8 \[64, 32\], the model's config needs 128 columns"),
+    (lambda files: files.update({f"{K}.weight": torch.zeros(128, 64, dtype=torch.uint8)}),
+     r"qkv_proj: weight of k is torch\.uint8 \[128, 64\], the model's config needs 64 rows"),
     (lambda files: files.update({f"{K}.weight_scale_2": torch.tensor(float("inf"))}),
      r"qkv_proj\.weight_scale_2 .*is inf"),
     (lambda files: files[f"{K}.weight_scale"].view(torch.uint8).fill_(0xFF), r"qkv_proj\.weight_scale holds NaN"),
