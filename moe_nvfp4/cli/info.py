@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Hashable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from moe_nvfp4.cli.models import check_whole, empty_model, form_of, model_config, quantization_of, resolve
+from moe_nvfp4.cli.models import check_whole, empty_model, form_of, model_config, quantization_of, resolve, weights_of
 from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_exclude, add_json, command
 from moe_nvfp4.cli.output import say, show_json, table
 
@@ -46,11 +45,11 @@ def run(args: argparse.Namespace) -> None:
     model = empty_model(config, source)
     modules, skipped = _experts_modules(model)
     checkpoint, found = None, CheckpointLayout()  # what the files hold, whatever their config says
-    there = any(Path(source).glob("*.safetensors"))
-    if there and quantization is None:  # these two refuse what loading refuses
-        check_whole(model, source)
-    elif there:
-        checkpoint = open_checkpoint(source)
+    files = weights_of(source)
+    if files is not None and quantization is None:  # these two refuse what loading refuses
+        check_whole(model, str(files))
+    elif files is not None:
+        checkpoint = open_checkpoint(files)
         found = read_layout(checkpoint, model, list(modules), chosen.activations)
     experts = dict[str, _Row]()
     for name, (module, layout) in modules.items():
@@ -66,6 +65,11 @@ def run(args: argparse.Namespace) -> None:
     names = [*experts, *(name for name, _ in skipped)]
     unknown = next((p for p in args.exclude if not any(names_experts(p, name) for name in names)), None)
     warnings = [] if checkpoint is None or not experts else list(scale_warnings(checkpoint))
+    if files is None and quantization is not None:
+        warnings.append(
+            f"warning: the weights of {args.model} are not on this machine, so this is what its config "
+            "says: 4-bit linears are not counted, and experts that are dense in the files count as 4-bit"
+        )
     if args.json and experts and unknown is None:
         show_json({
             "model": args.model, "class": type(model).__name__, "dialect": quantization and chosen.dialect,

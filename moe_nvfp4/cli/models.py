@@ -43,6 +43,23 @@ def folder(model: str) -> str:
         return snapshot_download(source, allow_patterns=HUB_FILES, ignore_patterns="*/*")
 
 
+def weights_of(source: str) -> Path | None:
+    """The folder with the safetensors files of a model, its own or that in the Hub's cache; None: they are not all on
+    this machine. Nothing is downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from moe_nvfp4.quantize.files import INDEX, read_json
+
+    if Path(source).is_dir():
+        return Path(source) if any(Path(source).glob("*.safetensors")) else None
+    for name in ("model.safetensors", INDEX):
+        if isinstance(found := try_to_load_from_cache(source, name), str):
+            place = Path(found).parent
+            shards = read_json(Path(found)).get("weight_map") or {} if name == INDEX else {}
+            return place if all((place / str(shard)).is_file() for shard in shards.values()) else None
+    return None
+
+
 @contextmanager
 def hub_errors(source: str) -> Iterator[None]:
     """Make errors name `source`, if it is neither a folder here nor a model that the Hub gives us."""

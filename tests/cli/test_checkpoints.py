@@ -22,6 +22,30 @@ from tests.folders import change_config, fp8
 from tests.models import as_bytes, make, qwen3_moe, tensors
 
 
+def test_info_of_a_model_on_the_hub(folder, tmp_path, capsys, monkeypatch):
+    """The headers are read in the Hub's cache, as in a folder; where there are none, the numbers are the config's."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    place = tmp_path / "cache" / "models--me--nvfp4"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("c" * 40)
+    snapshot = place / "snapshots" / ("c" * 40)
+    run("quantize", folder, snapshot, "--recipe", "max", "--linears", "attention", "--exclude", "model.layers.0.mlp.*")
+    capsys.readouterr()
+
+    def said(name):
+        run("info", name)
+        return capsys.readouterr().out.replace(str(name), "NAME")
+
+    here = said(snapshot)
+    assert "8 linears" in here and "warning" not in here
+    assert said("me/nvfp4") == here
+    for path in snapshot.glob("*.safetensors"):
+        path.unlink()
+    for name in ("me/nvfp4", snapshot):
+        found = said(name)
+        assert "linears: " not in found and "warning: the weights of NAME are not on this machine" in found
+
+
 def test_quantize_info_generate(folder, tmp_path, capsys):
     destination = tmp_path / "out" / "nvfp4"
     run("quantize", folder, destination, "--recipe", "max", "--exclude", "model.layers.0.*")
