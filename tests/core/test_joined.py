@@ -5,13 +5,15 @@ import gc
 import pickle
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from moe_nvfp4 import NVFP4Experts, joined, prepared, ready
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4 import ready
 from moe_nvfp4.joined import IN_VAIN, join
 from moe_nvfp4.linear import NVFP4Linear
 from tests.common import THRESHOLDS, Kernels, relative_error, stand_for_hopper
@@ -331,3 +333,51 @@ def test_compiled(model):
     model.v_proj.bias.data = model.v_proj.bias.data.clone()
     launches, found = counted(compiled, x)
     assert launches == 3 and same(found, alone(model, x))
+
+
+# ---- threads that each have a stream of a GPU, without one -----------------------------------------
+
+
+@pytest.mark.parametrize("layout", [True, False])
+def test_memory_is_kept_until_the_stream_is_done_with_it(layout, monkeypatch):
+    """Where weights move, the stream still reads what they were, and others may read at once what they become: `finish`
+    comes after each of them has moved, and before its old memory can be used again."""
+    model = nn.ModuleList([Attention(), NVFP4Experts.from_dense(torch.randn(2, 96, 64), torch.randn(2, 64, 48))])
+    storages = lambda: {StorageWeakRef(p.untyped_storage()) for p in model.parameters() if p.numel()}
+    before, moved = storages(), []
+
+    def finish(device):
+        left = before - (now := storages())
+        assert not any(storage.expired() for storage in left)
+        moved.extend(left)
+        before.clear(), before.update(now)
+
+    for module in (prepared, joined):
+        monkeypatch.setattr(module, "finish", finish)
+    rows, ids = torch.randn(3, K).bfloat16(), torch.tensor([[0], [1], [1]])
+
+    def call():
+        model[0](rows)
+        model[1](rows[:, :64], ids, torch.ones(3, 1))
+
+    with stand_for_hopper(layout):
+        for change in (lambda: ready.prepare(model), call, model.state_dict, call, lambda: copy.deepcopy(model), call):
+            change()
+            assert before == storages()
+    assert len(moved) > (20 if layout else 5)
+
+
+def test_the_memory_of_weights_waits_for_all_streams_that_read_them(monkeypatch):
+    """Those of captures are left to whoever keeps the graph."""
+    device, now, noted = torch.device("cuda", 1), SimpleNamespace(), []
+    weight = SimpleNamespace(is_cuda=True, device=device, record_stream=lambda s: noted.append(s))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now.stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: (where, now.stream))
+    monkeypatch.setattr(prepared, "capturing", lambda where: now.capturing)
+    readers = prepared._Readers(SimpleNamespace(tensors=lambda: [weight, None, torch.zeros(1)]))
+    for now.stream, now.capturing in ((0, False), (7, True), (7, False), (0, False), (7, False)):
+        readers.note()
+    assert noted == [(device, 0), (device, 7)]
+    on_cpu = prepared._Readers(SimpleNamespace(tensors=lambda: [torch.zeros(1)]))
+    on_cpu.note()
+    assert not on_cpu.streams
