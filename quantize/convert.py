@@ -48,10 +48,11 @@ from moe_nvfp4.quantize.files import (
     tensor_bytes,
 )
 from moe_nvfp4.quantize.jobs import Job
+from moe_nvfp4.quantize.layouts import nvfp4
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
 from moe_nvfp4.quantize.names import PER_EXPERT
 from moe_nvfp4.quantize.options import Options
-from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_files, nvfp4_info, plan
+from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_info, plan
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
 from moe_nvfp4.quantize.work import default_workers, run_jobs
 
@@ -124,15 +125,19 @@ def convert_checkpoint(
     return report
 
 
+def surplus_of(source: Checkpoint) -> list[str]:
+    """The tensors of a source that its model does not have. ValueError if the files lack a tensor of the model, which
+    would be random numbers in all that is loaded from new files; UnknownModel where transformers does not know it."""
+    info = nvfp4_info(source)
+    found = dense_given(source) if info is None else nvfp4.read(source, info.dialect, input_scales=False).given()
+    return ModelTensors.of(source).check(found)
+
+
 def _check_whole(source: Checkpoint) -> str:
-    """ValueError if the files lack a tensor of their model, which would be random numbers in all that is loaded from
-    the new files. Returns why that is not known, where transformers does not know the model; else ""."""
-    if nvfp4_info(source) is None:
-        found = dense_given(source)
-    else:
-        found = nvfp4_files(source)[1].given()
+    """ValueError if the files lack a tensor of their model. Returns why that is not known, where transformers does not
+    know the model; else ""."""
     try:
-        ModelTensors.of(source).check(found)
+        surplus_of(source)
     except UnknownModel as error:
         return str(error)
     return ""

@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import calibrate, set_activations
-    from moe_nvfp4.quantize.convert import copy_files, other_files
+    from moe_nvfp4.quantize.convert import copy_files, other_files, surplus_of
     from moe_nvfp4.quantize.files import StagingDir, open_checkpoint
     from moe_nvfp4.quantize.plan import model_dtype
 
@@ -58,7 +58,11 @@ def run(args: argparse.Namespace) -> None:
             set_activations(model, "nvfp4")
         model.save_pretrained(place.files)
         copy_files(others, source, place.files)
+        surplus = surplus_of(files)
         place.publish()
+    if surplus:
+        some = ", ".join(surplus[:3]) + (", ..." if len(surplus) > 3 else "")
+        note(f"left out: {len(surplus)} tensors that are none of {type(model).__name__}'s: {some}")
     for name, why in left_out.items():
         note(f"left out: {name}: {why}")
     note(f"wrote {args.destination}: static scales from {windows.numel()} tokens")

@@ -401,6 +401,23 @@ def test_calibrate_keeps_the_rest(tmp_path, folder, capsys):
         assert (tmp_path / "4bit" / name).read_bytes() == (tmp_path / "static" / name).read_bytes()
 
 
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors", None])
+def test_calibrate_says_what_the_model_does_not_have(dialect, tmp_path, folder, capsys):
+    """New files are the model's own; tensors of the old ones that it lacks are named."""
+    source, text = tmp_path / "source", tmp_path / "text.txt"
+    run("quantize", folder, source, "--dialect", dialect) if dialect else shutil.copytree(folder, source)
+    found = tensors(source) | {"model.extra.weight": torch.ones(4, 4), "speaker.table": torch.ones(3)}
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    save_file(found, source / "model.safetensors", metadata={"format": "pt"})
+    text.write_text("abcdefgh ijkl mnop " * 20)
+    capsys.readouterr()
+    run("calibrate", source, tmp_path / "static", "--text", text, "--window", 32, "--device", "cpu")
+    line = "left out: 2 tensors that are none of Qwen3MoeForCausalLM's: "
+    assert re.search(f"{line}(model.extra.weight, speaker.table|speaker.table, model.extra.weight)",
+                     capsys.readouterr().out)  # fmt: skip
+
+
 def test_calibrate_on_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
     """And shows no traceback of safetensors' own error. ~ is expanded where the shell does not do it."""
     from safetensors import SafetensorError
