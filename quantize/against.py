@@ -76,8 +76,10 @@ class _Judged:
     length: tuple[float, int] = (0.0, 0)
 
 
-def compare(checkpoint: Checkpoint, source: Checkpoint, info: QuantizationInfo) -> dict[str, ErrorSums]:
-    """The error of every expert or other matrix of `checkpoint` against `source`, by name.
+def compare(
+    checkpoint: Checkpoint, source: Checkpoint, info: QuantizationInfo
+) -> tuple[dict[str, ErrorSums], list[str]]:
+    """The error of every expert or other matrix of `checkpoint` against `source`, by name; and warnings.
 
     info: what the config of `checkpoint` says. ValueError, naming the tensor, where the two do not belong together.
     """
@@ -86,13 +88,13 @@ def compare(checkpoint: Checkpoint, source: Checkpoint, info: QuantizationInfo) 
     _Names(checkpoint, source, info, ours, theirs).check()
     judged = _judge_all(source, ours, theirs)
     _check_bytes(source, ours, theirs)
-    _check_errors(judged, source, str(own.get("recipe")), ours, theirs)
+    warnings = _check_errors(judged, source, str(own.get("recipe")), ours, theirs)
     for name, weight in ours.dequantized.items():
         _check_fp8(name, weight, source, theirs)
     experts: dict[str, ErrorSums] = {}
     for stem, found in judged.items():
         experts.setdefault(re.sub(r"(\bexperts\.\d+)\..*", r"\1", stem), ErrorSums()).include(found.errors)
-    return experts
+    return experts, warnings
 
 
 def _rescaled(ours: ConversionPlan, theirs: ConversionPlan) -> Iterator[str]:
@@ -289,9 +291,9 @@ def _worst(over: Tensor, norm: Tensor) -> tuple[int, float]:
 
 def _check_errors(
     judged: Mapping[str, _Judged], source: Checkpoint, recipe: str, ours: ConversionPlan, theirs: ConversionPlan
-) -> None:
+) -> list[str]:
     """ValueError where a matrix or one of its blocks is farther from its original than its recipe can move it, or its
-    global scale does not follow from it."""
+    global scale does not follow from it. Returns a warning if matrices are too small for their global scale."""
     last = ours.options.target.global_scale
     fused = fused_in_files(source, judged.keys())
     expected = {stem: _expected(stem, fused[stem], judged, theirs) for stem in judged}
@@ -325,6 +327,14 @@ def _check_errors(
             raise ValueError(f"{stem} is {found.errors.relative:.3g} times its norm away from its original in "
                              f"{source.folder}, and quantizing moves it by less than {limits.matrix}: the file is "
                              "damaged, or was made from another checkpoint")  # fmt: skip
+    far = {stem: error for stem in judged if (error := judged[stem].errors.relative) > limits.matrix}
+    if not far:
+        return []
+    worst = max(far, key=lambda stem: far[stem])
+    return [f"warning: {len(far)} matrices are more than {limits.matrix} times their norm away from their originals "
+            f"({worst}: {far[worst]:.3g}). Their elements are too small for their global scale, which goes by the "
+            "largest of all that share it (gate and up; q, k and v): block scales become 0. Leave these layers dense "
+            "(--exclude)"]  # fmt: skip
 
 
 def _expected(

@@ -71,7 +71,8 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     if against is not None:
         source = open_checkpoint(against)
         report.warnings += _other_settings(checkpoint, source)
-        found = compare(checkpoint, source, info)
+        found, warnings = compare(checkpoint, source, info)
+        report.warnings += warnings
         report.experts = {name: found[name] for name in sorted(found, key=by_number)}
         for name, expert in report.experts.items():
             report.layers.setdefault(layer_of(name), ErrorSums()).include(expert)

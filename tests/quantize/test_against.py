@@ -259,3 +259,15 @@ def test_linears_that_another_tool_quantized(tmp_path):
     save_file(files, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="q_proj.weight_scale_2 stands for"):
         verify_checkpoint(source, tmp_path / "bf16")
+
+
+def test_matrices_that_vanish_beside_larger_ones_are_said(tmp_path):
+    """Gate and up share a global scale, and block scales reach 2^-18 of the largest only."""
+    for factor, warned in ((1e4, False), (3e5, True)):
+        source = folder(tmp_path / f"a{factor}", experts(E=2), UNKNOWN | {"dtype": "float32"})
+        files = tensors(source)
+        files[f"{MODULE}.1.gate_proj.weight"] = files[f"{MODULE}.1.gate_proj.weight"].float() * factor
+        save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+        found = verify_checkpoint(converted(source, tmp_path / f"b{factor}"), source).warnings
+        line = f"1 matrices are more than 0.2 times their norm away from their originals ({MODULE}.1.up_proj: 1)"
+        assert any(line in warning for warning in found) == warned
