@@ -246,6 +246,7 @@ class LayerFiles:
             target, _ = self.names.place(tensor)
             self._layer_of[tensor] = layer_number(target, name)
         self._load(None)
+        self._tie()
         self.layers = self.model.get_submodule(name)
         assert isinstance(self.layers, nn.ModuleList)
         self._initialize(set(self.model.modules()) - set(self.layers.modules()))
@@ -277,6 +278,15 @@ class LayerFiles:
         finally:
             if shown:
                 logging.enable_progress_bar()
+
+    def _tie(self) -> None:
+        """Give a parameter that the files lack the one that it is tied to, whichever of the two they have."""
+        there = {name: p for name, p in self.model.named_parameters(remove_duplicate=False) if not p.is_meta}
+        for pair in self.names.tied.items():
+            for absent, present in (pair, pair[::-1]):
+                if absent not in there and present in there:
+                    module, _, last = absent.rpartition(".")
+                    setattr(self.model.get_submodule(module), last, there[present])
 
     def _initialize(self, modules: set[nn.Module]) -> None:
         """Have transformers compute what files do not have (the frequencies of RoPE), as after loading a whole model:

@@ -140,6 +140,21 @@ def test_layer_by_layer_from_files_is_the_whole_model(family, tmp_path):
     assert len({layer.x.sum().item() for layer in whole.layers.values()}) == len(whole.layers)
 
 
+def test_a_tied_embedding_under_the_name_of_the_head(tmp_path):
+    """safetensors' own save_model keeps the first of the names of a tensor, which is lm_head.weight."""
+    source = folder(tmp_path, lambda: qwen3_moe(tie_word_embeddings=True))
+    batches = [torch.arange(3, 35)[None]]
+    before = files_importance(source, batches, progress=False)
+    files = tensors(source)
+    assert "lm_head.weight" not in files
+    files["lm_head.weight"] = files.pop("model.embed_tokens.weight")
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    after = files_importance(source, batches, progress=False)
+    for name, layer in before.layers.items():
+        assert torch.equal(layer.x, after.layers[name].x) and torch.equal(layer.h, after.layers[name].h)
+    assert before.linears.keys() == after.linears.keys()
+
+
 def test_h_of_interleaved_experts_with_biases():
     """gpt-oss: h is what the module's own forward multiplies with down_proj."""
     model = make(gpt_oss, torch.float32)
