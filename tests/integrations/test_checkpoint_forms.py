@@ -116,7 +116,8 @@ def test_a_folder_whose_config_is_silent(config, tmp_path, capsys):
         assert "2 layers of experts, NVFP4 of modelopt" in capsys.readouterr().out
         convert_checkpoint(folder, tmp_path / "new", Options(dialect="compressed-tensors"), progress=False)
         new = json.loads((tmp_path / "new/config.json").read_text())["quantization_config"]
-        assert new["kv_cache_scheme"] == {"dynamic": False, "num_bits": 8, "type": "float"}
+        scheme = {"dynamic": False, "num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+        assert new["kv_cache_scheme"] == scheme
     assert relative_error(logits(model), logits(load(twin))) < 10 * THRESHOLDS["fp32"]
 
 
