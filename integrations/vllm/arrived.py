@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStr
 
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
+from moe_nvfp4.integrations.vllm.loading import check_others
 
 # A NaN for each size of a float that files hardly have: one that they do have stays
 MARKS = {2: (torch.int16, 0x7FE5), 4: (torch.int32, 0x7FE5A5A5), 8: (torch.int64, 0x7FF9E5A5A5A5A5A5),
@@ -34,6 +35,8 @@ def _checking(load: Callable[..., None]) -> Callable[..., None]:
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         if model_config.quantization != NAME:
             return load(self, model, model_config)
+        if getattr(self, "converted", None) is None:  # else this library reads the files
+            check_others(model_config.model, self.load_config.load_format)
         # a draft model may take the embedding and the head of the model that it drafts for
         before = mark(model, (VocabParallelEmbedding,) if model_config.runner_type == "draft" else ())
         load(self, model, model_config)

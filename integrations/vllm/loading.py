@@ -78,8 +78,10 @@ class ExpertLoader:
         part   "gate_proj", "up_proj" or "down_proj"
         where  the tensor's name, for messages
 
-        ValueError for a tensor of a wrong shape or dtype.
+        ValueError for a tensor of a wrong shape or dtype, or that has come before.
         """
+        if (kind, part, e) in self._seen:
+            raise ValueError(f"{where} comes twice: two files have it, or it was sent twice. Remove the wrong one")
         if kind in ("global_scale", "input_scale"):
             self._scale(kind, part, e, tensor, where)
         elif kind == "bias":
@@ -381,6 +383,26 @@ def check_files(source: Checkpoint, info: QuantizationInfo) -> None:
                     f"{folder}: {stem}.{last} has dtype {stored.dtype}, expected {dtype}: the config calls this "
                     "NVFP4. If it is not, name it in the config's ignore list; else download the folder again"
                 )
+
+
+def check_others(folder: str | os.PathLike, load_format: str) -> None:
+    """ValueError if vLLM, with this --load-format, would read other files of a local folder than those of its
+    checkpoint: it takes a tensor from whatever file comes last."""
+    names = {path.name for path in Path(folder).glob("*.safetensors")}
+    of_mistral = {name for name in names if name.startswith("consolidated")}
+    if load_format == "mistral" or not names - of_mistral:
+        return
+    if of_mistral and load_format == "auto":
+        raise ValueError(
+            f"{folder}: vLLM would read {min(of_mistral)} in place of {min(names - of_mistral)}: move one of them to "
+            "another folder, or add --load-format mistral to have the former read"
+        )
+    others = names - {"model.safetensors"}
+    if others != names and others and not Path(folder, "model.safetensors.index.json").is_file():
+        raise ValueError(
+            f"{folder}: vLLM would read {min(others)} beside model.safetensors, as there is no index, and take from "
+            "either what both have: move it to another folder"
+        )
 
 
 def _check_scales(tensors: Mapping[str, TensorSlice], dialect: Dialect) -> None:

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.config import told
-from moe_nvfp4.integrations.vllm.loading import check_folder, checked
+from moe_nvfp4.integrations.vllm.loading import check_folder, check_others, checked
 
 PACKAGE = "vllm.model_executor.model_loader.reload"
 RUNNERS = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
@@ -106,6 +106,7 @@ def _checking(reload: Callable[..., None]) -> Callable[..., None]:
                 weights_iterator = checked(weights_iterator, config.info)
             elif weights_path is not None:
                 model = self.vllm_config.model_config
+                check_others(weights_path, self.vllm_config.load_config.load_format)
                 check_folder(weights_path, config.info, model.model, told(model.hf_config).get("activations"))
         reload(self, weights_iterator, weights_path, is_checkpoint_format)
 

@@ -654,6 +654,29 @@ def test_a_folder_without_a_weight(folders, tmp_path, name):
         generate(path)
 
 
+@pytest.mark.parametrize("form", ["bf16", "modelopt"])
+def test_files_beside_the_model(folders, tmp_path, form):
+    """vLLM reads them too, or in place of it, where transformers and verify do not."""
+    path, options = shutil.copytree(folders / form, tmp_path / form), {"quantization": "moe_nvfp4"}
+    for name, message in (
+        ("model_old.safetensors", r"would read model_old\.safetensors beside model\.safetensors"),
+        ("consolidated.safetensors", r"would read consolidated\.safetensors in place of model\.safetensors"),
+    ):
+        shutil.copy(path / "model.safetensors", path / name)
+        with pytest.raises(ValueError, match=message):
+            generate(path, **options)
+        (path / name).unlink()
+
+
+def test_an_expert_that_comes_twice(folders, tmp_path):
+    """Its up would be quantized with a gate of another file."""
+    path, up = shutil.copytree(folders / "bf16", tmp_path / "bf16"), "model.layers.1.mlp.experts.3.up_proj.weight"
+    (path / "model.safetensors").rename(path / "model-00002-of-00002.safetensors")
+    save_file({up: tensors(folders / "bf16")[up]}, path / "model-00001-of-00002.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"experts\.3\.up_proj\.weight comes twice"):
+        generate(path, quantization="moe_nvfp4")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_weights_of_vllms_own_layers_that_do_not_come(dtype):
     """A part of a fused linear, an expert's matrix, a bias; but not scales that files may lack, nor rows that vLLM adds
@@ -718,13 +741,15 @@ def test_a_draft_model_takes_another_ones_embedding():
     seen = {"generate": [], "draft": []}
 
     class Loader:
+        load_config = SimpleNamespace(load_format="auto")
+
         def load_weights(self, model, model_config):
             seen[model_config.runner_type] = [name for name, p in model.named_parameters() if p.isnan().any()]
 
     load = _checking(Loader.load_weights)
     for runner in seen:
         with pytest.raises(ValueError, match="did not come"):
-            load(Loader(), model, SimpleNamespace(quantization="moe_nvfp4", runner_type=runner))
+            load(Loader(), model, SimpleNamespace(quantization="moe_nvfp4", runner_type=runner, model=""))
     norm = ["norm.weight", "norm.bias"]
     assert seen == {"generate": ["embed_tokens.weight", *norm], "draft": norm}
     load(Loader(), model, SimpleNamespace(quantization=None, runner_type="generate"))
