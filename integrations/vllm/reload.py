@@ -77,6 +77,7 @@ def check_reloads() -> None:
     worker = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
     if worker is not None and not hasattr(worker.execute_model, "checks") and _counts_what_is_awaited():
         worker.execute_model = _refusing(worker.execute_model)
+        worker.finish_weight_update = _closing(worker.finish_weight_update)
         for place in (sys.modules.get(name) for name in (PACKAGE, f"{PACKAGE}.inplace", *RUNNERS)):
             if hasattr(place, BEGIN):
                 setattr(place, BEGIN, _beginning(getattr(place, BEGIN)))
@@ -129,6 +130,19 @@ def _refusing(execute: Callable[..., Any]) -> Callable[..., Any]:
     return execute_model
 
 
+def _closing(finish: Callable[..., None]) -> Callable[..., None]:
+    def finish_weight_update(self) -> None:
+        try:
+            finish(self)
+        except BaseException:  # as vLLM does where a part of a transfer fails: else it would never begin another one
+            self._weight_update_active = False
+            if self.weight_transfer_engine is not None:
+                self.weight_transfer_engine.reset_weight_update_target()
+            raise
+
+    return finish_weight_update
+
+
 def _beginning(begin: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
     def initialize_layerwise_reload(model: nn.Module) -> None:
         if not any(hasattr(layer, "nvfp4") for layer in model.modules()):
@@ -148,6 +162,8 @@ def _ending(end: Callable[..., None]) -> Callable[..., None]:
     def finalize_layerwise_reload(model: nn.Module, *others: Any, **named: Any) -> None:
         if (mixed := _mixed.get(model)) is None:
             return end(model, *others, **named)
+        if not mixed.noting:
+            raise ValueError("loading weights again failed before: begin once more, with all weights")
         for name, layer in model.named_modules():
             _check(name, layer)
         came = _came(model)

@@ -320,6 +320,52 @@ def test_dense_experts_by_weight_transfer(dense, tmp_path):
     llm.llm_engine.engine_core.shutdown()
 
 
+def test_a_weight_transfer_that_fails(dense, tmp_path):
+    """To end it twice does not make it good; to begin another one does."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader import reload
+
+    class FromHere(WeightTransferEngine):
+        init_info_cls = update_info_cls = dict
+        init_transfer_engine = shutdown = lambda self, *_: None
+
+        def start_weight_update(self):
+            reload.initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update):
+            self.model.load_weights(sent)
+
+        def finish_weight_update(self):
+            reload.finalize_layerwise_reload(self.model, self.model_config)
+
+    if "here" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("here", FromHere)
+    for name in NAMES:
+        convert_checkpoint(dense / name, tmp_path / name, Options(), progress=False)
+    fresh = engine(tmp_path / "two")
+    want = ask(fresh)
+    fresh.llm_engine.engine_core.shutdown()
+    llm = engine(tmp_path / "one", weight_transfer_config=WeightTransferConfig(backend="here"))
+    files = by_layer(tmp_path / "two")
+    call = lambda name, *args: llm.collective_rpc(name, args=args)
+    for sent in (left_out(EXPERT)(files), files):
+        call("start_weight_update")
+        call("update_weights", {})
+        if sent is files:
+            call("finish_weight_update")
+            assert ask(llm) == want
+        else:
+            with pytest.raises(ValueError, match="expert 3 .* did not come"):
+                call("finish_weight_update")
+            with pytest.raises(RuntimeError, match="without a matching start"):
+                call("finish_weight_update")
+            with pytest.raises(ValueError, match="failed before: begin once more, with all weights"):
+                llm.apply_model(lambda model: reload.finalize_layerwise_reload(model, None))
+    llm.llm_engine.engine_core.shutdown()
+
+
 def test_files_that_are_converted_are_not_loaded_again():
     """vLLM's loader would hand over what they hold, FP8 or MXFP4."""
     from moe_nvfp4.integrations.vllm import NAME
