@@ -175,6 +175,10 @@ def _ending(end: Callable[..., None]) -> Callable[..., None]:
                 "come now: load all weights, or start the server again"
             )
         end(model, *others, **named)
+        for name, layer in model.named_modules():
+            # a head that is tied to the embedding, of which vLLM has a packed copy on a CPU
+            if name not in came and hasattr(layer, "cpu_linear") and isinstance(layer, VocabParallelEmbedding):
+                layer.quant_method.process_weights_after_loading(layer)
         del _mixed[model]
 
     return finalize_layerwise_reload

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.folders import is_expert, is_linear, quantized
-from tests.models import folder, tensors
+from tests.models import folder, qwen3_moe, tensors
 
 pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
 
@@ -138,6 +138,20 @@ def test_after_a_start_without_files(dense, tmp_path):
             with pytest.raises(ValueError, match=r"up_proj\.weight_scale of expert 3 .* did not come"):
                 load_again(llm, weights_iterator=iter(some))
         llm.llm_engine.engine_core.shutdown()
+
+
+def test_a_tied_head(tmp_path):
+    """On a CPU vLLM has a packed copy of it, and would go on with that of the old embedding."""
+    paths = []
+    for seed, name in enumerate(NAMES):
+        torch.manual_seed(seed)
+        model = qwen3_moe(4, 64, head_dim=32, hidden_size=128, tie_word_embeddings=True)
+        with torch.no_grad():
+            model.get_input_embeddings().weight.normal_()
+        model.to(torch.bfloat16).save_pretrained(tmp_path / f"{name}-bf16")
+        convert_checkpoint(tmp_path / f"{name}-bf16", path := tmp_path / name, progress=False)
+        paths.append(path)
+    assert generate(paths[0], again=paths[1]) == generate(paths[1])
 
 
 def test_two_ranks(dense, tmp_path):
