@@ -89,8 +89,9 @@ class Prepared(FP32Scales):
             self._note_capture()
             weights = self.weights.held()
             if now is not None:
-                _last[self] = self._state(problem), chosen, weights, _Readers(weights)
-                _last[self][3].note()
+                readers = _Readers(weights)
+                readers.note()
+                _last[self] = self._state(problem), chosen, weights, readers
             return chosen, weights
 
     def _select(self, *problem: Any) -> Selected:

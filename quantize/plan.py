@@ -501,9 +501,9 @@ def _fp8_next_to_nvfp4(draft: _Draft, files: nvfp4.NVFP4Files) -> None:
 def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
     o = draft.options
     written = [name for job in draft.jobs for name in job.outputs]
-    has_input_scale = info is not None and any(name.endswith(f".{o.target.input_scale}") for name in written)
-    if info is not None and info.activations == "bf16":
-        has_input_scale = False  # the source says W4A16: its scales are copied, and nobody is told to use them
+    # Where the source says W4A16, its scales are copied, and nobody is told to use them
+    used = info is not None and info.activations != "bf16"
+    has_input_scale = used and any(name.endswith(f".{o.target.input_scale}") for name in written)
     has_pre_quant_scale = info is not None and any(name.endswith(f".{PRE_QUANT_SCALE}") for name in written)
     own = {"activations": o.activations, "recipe": o.recipe, "exclude": list(o.exclude), "input_scale": False}
     if info is not None:

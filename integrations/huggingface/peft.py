@@ -18,7 +18,7 @@ else lose when an adapter is loaded. Nothing else of PEFT changes.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -116,15 +116,16 @@ class LoraModel(lora.LoraModel):
 
     def _as_read(self) -> None:
         """Undo what calls have merged, which is for them only."""
-        for module in self.model.modules():
-            if isinstance(module, _Merging):
-                module.as_read()
+        for layer in self._merging():
+            layer.as_read()
 
     def _check_unmerging(self) -> None:
         """Raise what `unmerge` of any layer would, before the first of them does."""
-        for module in self.model.modules():
-            if isinstance(module, _Merging):
-                module.check_unmerging()
+        for layer in self._merging():
+            layer.check_unmerging()
+
+    def _merging(self) -> Iterator[_Merging]:
+        return (module for module in self.model.modules() if isinstance(module, _Merging))
 
     def _prepare_model(self, peft_config: LoraConfig, model: nn.Module) -> None:
         """Make target_modules="all-linear" include packed linears, which PEFT does not recognise as linears."""

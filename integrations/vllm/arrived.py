@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
@@ -18,6 +17,7 @@ from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStr
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
 from moe_nvfp4.integrations.vllm.loading import check_others
+from moe_nvfp4.integrations.vllm.reload import files_have
 
 # A NaN for each size of a float that files hardly have: one that they do have stays
 MARKS = {2: (torch.int16, 0x7FE5), 4: (torch.int32, 0x7FE5A5A5), 8: (torch.int64, 0x7FF9E5A5A5A5A5A5),
@@ -59,13 +59,12 @@ def mark(model: nn.Module, but: tuple[type[nn.Module], ...] = ()) -> dict[str, T
     """
     before = {}
     for name, p in model.named_parameters():
-        module = model.get_submodule(name.rpartition(".")[0])
-        method, last = getattr(module, "quant_method", None), name.rpartition(".")[2]
-        # vLLM's methods for other formats have scales that files may lack
-        known = method is None or last in ("bias", "weight") or last.endswith(("_bias", "_weight"))
-        skipped = p.is_meta or not p.numel() or not p.is_floating_point() or not known or isinstance(module, but)
-        # scales of caches are optional, and our own linears look for all but the bias
-        if skipped or isinstance(method, BaseKVCacheMethod) or isinstance(method, NVFP4LinearMethod) and last != "bias":
+        place, _, last = name.rpartition(".")
+        module = model.get_submodule(place)
+        skipped = p.is_meta or not p.numel() or not p.is_floating_point() or isinstance(module, but)
+        # our own linears look for all but the bias
+        ours = isinstance(getattr(module, "quant_method", None), NVFP4LinearMethod) and last != "bias"
+        if skipped or ours or not files_have(module, last):
             continue
         before[name] = _bits(p).clone()
         _bits(p).fill_(MARKS[p.itemsize][1])

@@ -164,8 +164,8 @@ def _ending(end: Callable[..., None]) -> Callable[..., None]:
             return end(model, *others, **named)
         if not mixed.noting:
             raise ValueError("loading weights again failed before: begin once more, with all weights")
-        for name, layer in model.named_modules():
-            _check(name, layer)
+        for name, layer, info in _infos(model):
+            _check(name, layer, info)
         came = _came(model)
         left = sorted(mixed.new - came)
         mixed.new, mixed.noting = mixed.new | came, False
@@ -212,22 +212,29 @@ def _put_back(model: nn.Module, mixed: Mixed) -> None:
         model._do_torchao_reload = model._original_do_torchao_reload
 
 
-def _check(name: str, layer: nn.Module) -> None:
+def files_have(layer: nn.Module, name: str) -> bool:
+    """Whether files have a parameter of this name for a layer of vLLM: a weight or a bias. Scales of caches, and those
+    that vLLM's methods for other formats have, are optional."""
+    method = getattr(layer, "quant_method", None)
+    of_weights = name in ("bias", "weight") or name.endswith(("_bias", "_weight"))
+    return (method is None or of_weights) and not isinstance(method, BaseKVCacheMethod)
+
+
+def _check(name: str, layer: nn.Module, info: Any) -> None:
     """ValueError if some of a module's weights have come and others have not: vLLM would take these from memory as it
-    was allocated. 4-bit layers look for theirs, and scales are optional."""
-    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+    was allocated. 4-bit layers look for theirs."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, get_numel_loaded
     from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-    info, method = get_layerwise_info(layer), getattr(layer, "quant_method", None)
-    if not info.can_load() or not info.load_numel or hasattr(layer, "nvfp4") or isinstance(method, BaseKVCacheMethod):
+    needed = {last: p for last, p in layer.named_parameters(recurse=False) if files_have(layer, last)}
+    if not info.can_load() or not info.load_numel or hasattr(layer, "nvfp4") or not needed:
         return
     came: Counter[str] = Counter()
     for last, args in info.loaded_weights:
         came[last] += get_numel_loaded(_get_original_loader(getattr(layer, last)), args)[0]
-    for last, p in layer.named_parameters(recurse=False):
-        known = method is None or last in ("bias", "weight") or last.endswith(("_bias", "_weight"))
-        if last in SKIP_LOAD_TENSORS or not known or not p.is_meta:
+    for last, p in needed.items():
+        if last in SKIP_LOAD_TENSORS or not p.is_meta:
             continue
         # rows of an embedding are filled up to a number that kernels want
         whole = 1 if isinstance(layer, VocabParallelEmbedding) else get_tensor_load_numel(p)
