@@ -57,6 +57,7 @@ class Prepared(FP32Scales):
 
     _packed: Packed | None = None
     _captured = False  # whether a CUDA graph reads the weights, which will not follow if they move in memory
+    gathered = False  # whether FSDP2, which had them in the checkpoint's layout, brings the parameters for each call
     _problem: Callable[..., Any]  # what `selected` takes
     _prepare_for: Callable[[Selected], None]
     weights: Any
@@ -201,10 +202,10 @@ class Prepared(FP32Scales):
 
     @property
     def _offloaded(self) -> bool:
-        """Whether a hook of accelerate brings the parameters for each call; other hooks only move the rows."""
+        """Whether FSDP2 or a hook of accelerate brings the parameters for each call; other hooks only move the rows."""
         hook = getattr(self, "_hf_hook", None)
         hooks = getattr(hook, "hooks", (hook,))  # a SequentialHook holds several
-        return hook is not None and any(getattr(h, "offload", True) for h in hooks)
+        return self.gathered or hook is not None and any(getattr(h, "offload", True) for h in hooks)
 
     def _here(self, name: str) -> Tensor:
         """A parameter, or this rank's part of one that is split over ranks (a DTensor), in whatever layout it has."""

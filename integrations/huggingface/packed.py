@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout
 from moe_nvfp4.integrations.huggingface.linears import FP8_TENSORS, Nothing, copy_of
@@ -86,7 +86,9 @@ class PackedConverter(WeightConverter):
         self.kinds = {last: kind for kind, last in self.lasts.items()}
         parts = ("experts",) if saving else ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
         sources = [f"{part} {kind}" for part in parts for kind in (*KINDS, *SINGLE_KINDS)]
-        super().__init__(sources, ["gate_proj_global_scale"], [Nothing()])
+        # Neither does anything here: of the second, transformers before 5.21 sees that a rank takes some of the experts
+        operation = Nothing() if layout in STACKED else MergeModulelist()
+        super().__init__(sources, ["gate_proj_global_scale"], [operation])
         if layout is ExpertLayout.STACKED_TRANSPOSED:  # one scale in the file becomes gate's and up's
             self.target_patterns.append("up_proj_global_scale")
 

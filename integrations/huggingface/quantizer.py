@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
@@ -239,6 +240,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self.attach(model, experts, excluded, next(iter(layouts), ExpertLayout.ONE_BY_ONE), singles)
         set_implementation(model, loading=True)
         self._plan = LoadPlan(source, model, found, _dtypes(model), coming)
+        if not hasattr(super(), "update_parallel_plan"):  # transformers before 5.21, which does not call it
+            for plan in (model._tp_plan, model._ep_plan):
+                self.update_parallel_plan(model, plan or {})
         _report(model, found, self.mtp)
 
     def _empty_experts(self, module: nn.Module, layout: ModuleLayout, pre_quant_scale: bool) -> HFExperts:
@@ -393,7 +397,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 t.data = t.data.to(self._plan.dtypes.get(name, t.dtype))
         if self.quantization_config.activations == "bf16":
             self._leave_bad_input_scales()
+        gathered = any(isinstance(module, FSDPModule) for module in model.modules())
         for name, experts in self.conversions.experts.items():
+            experts.gathered = gathered
             if any(isinstance(p, DTensor) for p in experts.parameters()):
                 experts.register_forward_pre_hook(_prepare_shards)
                 if (group := ranks_of_a_row(experts.down_proj)) is not None:

@@ -63,11 +63,12 @@ torch.distributed.destroy_process_group()
 
 SOURCES = [("bf16", False), ("nvfp4", False), ("nvfp4", True)]  # from then on the CPU stands for a Hopper GPU
 W4A4 = ("nvfp4", "nvfp4_four_over_six")
-MODES = {
-    "tp": dict(tp_size=2),
-    "ep all-reduce": dict(tp_size=2, ep_size=2),
-    "ep all-to-all": dict(tp_size=2, ep_size=2, ep_implementation="all_to_all"),
-}
+MODES = {"tp": dict(tp_size=2), "fsdp": dict(fsdp_size=2)}
+if Version(transformers.__version__) < Version("5.19"):
+    MODES["ep all-reduce"] = dict(tp_size=2, enable_expert_parallel=True)
+else:
+    MODES["ep all-reduce"] = dict(tp_size=2, ep_size=2)
+    MODES["ep all-to-all"] = dict(tp_size=2, ep_size=2, ep_implementation="all_to_all")
 
 
 def launch(tmp_path, runs, backend="gloo"):
@@ -79,12 +80,6 @@ def qwen(intermediate=64):
     config = Qwen3MoeConfig(**SMALL, intermediate_size=96, moe_intermediate_size=intermediate, num_experts=8,
                             num_experts_per_tok=2)  # fmt: skip
     return Qwen3MoeForCausalLM(config)
-
-
-needs_ep = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.20"),
-    reason="DistributedConfig's expert parallelism came after transformers 5.17",
-)
 
 
 def a_run(source, out, mode, fields=None, hopper=False, refused=False):
@@ -165,15 +160,15 @@ def results(tmp_path_factory):
     return path, one
 
 
-@needs_ep
 @pytest.mark.parametrize("source, hopper", SOURCES)
 @pytest.mark.parametrize("mode", MODES)
 def test_two_processes_equal_one(mode, source, hopper, results):
-    """With `hopper` each rank packs its part in place, and saved files still have the same bytes."""
+    """With `hopper` each rank packs its part in place, and saved files still have the same bytes. FSDP2 brings whole
+    weights for each call, as it got them."""
     path, one = results
     saved, (expected, logits, tokens) = path / f"{mode}-{source}-{hopper}", one[hopper]
     result = torch.load(saved / "result.pt")
-    assert result["packed"] == [hopper] * 2
+    assert result["packed"] == [hopper and mode != "fsdp"] * 2
     if hopper:  # in bf16
         assert relative_error(result["logits"], logits) < 0.05
     else:
@@ -184,7 +179,6 @@ def test_two_processes_equal_one(mode, source, hopper, results):
     same_tensors(expected, saved)
 
 
-@needs_ep
 @pytest.mark.parametrize("activations", W4A4)
 def test_rows_quantized_by_ranks_have_the_scale_of_the_whole_row(activations, results):
     """By the scales of their own parts the logits were 6 and 8 % off."""
@@ -195,24 +189,24 @@ def test_rows_quantized_by_ranks_have_the_scale_of_the_whole_row(activations, re
 
 
 @on_two_gpus
-@needs_ep
 @pytest.mark.parametrize("mode", MODES)
 def test_experts_split_over_two_gpus(mode, tmp_path):
-    """Each rank packs its part, once; saved files equal those of one process."""
+    """Each rank packs its part, once (FSDP2 brings whole weights, as it got them); saved files equal those of one
+    process."""
     if mode == "tp" and Version(torch.__version__) < Version("2.13"):
         pytest.skip("torch 2.11 does not gather what transformers splits in strides (_StridedShard): 2.13 does")
     expected, logits, _ = one_process(folder(tmp_path, qwen), tmp_path / "nvfp4", torch.bfloat16)
     out = tmp_path / "out"
     codes, outputs = launch(tmp_path, [a_run(expected, out, mode, hopper=True)], "nccl")
     assert codes == [0, 0], "\n".join(o[-3000:] for o in outputs)
-    assert not any("brought into the layout" in o for o in outputs)
+    packed = mode != "fsdp"
+    assert any("brought into the layout" in o for o in outputs) != packed
     result = torch.load(out / "result.pt")
-    assert result["packed"] == [True, True]
+    assert result["packed"] == [packed, packed]
     assert relative_error(result["logits"], logits) < 0.05
     same_tensors(expected, out)
 
 
-@needs_ep
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_split_is_refused(case, results):
     path, _ = results
