@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +43,13 @@ class Packed:
     layout    the name of the backend
     matrices  parameter -> (the note that `Backend.unpack` needs, dimensions of its codes without the last: [E,] N)
     first     the first of these parameters
+    before    parameter -> what `_pack` took: the shapes of codes and block scales, and whether rows are [gate; up]
     """
 
     layout: str
     matrices: dict[str, tuple[Any, tuple[int, ...]]]
     first: str
+    before: dict[str, tuple[torch.Size, torch.Size, bool]] = field(default_factory=dict)
 
 
 class Prepared(FP32Scales):
@@ -57,7 +61,6 @@ class Prepared(FP32Scales):
 
     _packed: Packed | None = None
     _captured = False  # whether a CUDA graph reads the weights, which will not follow if they move in memory
-    gathered = False  # whether FSDP2, which had them in the checkpoint's layout, brings the parameters for each call
     _problem: Callable[..., Any]  # what `selected` takes
     _prepare_for: Callable[[Selected], None]
     weights: Any
@@ -157,16 +160,28 @@ class Prepared(FP32Scales):
         """Bring the weights back into the checkpoint's bytes."""
         self._changed()  # what `_last` has holds the weights
         if self._packed is not None and self.packed:
+            if self._split:
+                raise NotImplementedError(
+                    "fully_shard has split 4-bit weights in the layout of their kernels over ranks, where each rank "
+                    "cannot change it: move, convert or merge the model before fully_shard"
+                )
             _refuse_captured(self._here(self._packed.first))
             self.warn_of_graphs()
-            backend = named(self._packed.layout)
-            for name, (note, rows) in self._packed.matrices.items():
+            for name in self._packed.matrices:
                 codes, sf = self._here(name), self._here(f"{name}_sf")
                 with made_for(codes):
-                    prepared = codes.data.transpose(0, 1) if len(rows) == 1 else codes.data
-                    codes.data, sf.data = (t.view(*rows, -1) for t in backend.unpack(prepared, note))
+                    prepared = codes.data
+                    codes.data, sf.data = self._unpacked(name, prepared)
                     finish(codes.device)  # before another stream reads these, or is given the memory of `prepared`
             self._packed = None
+
+    def _unpacked(self, name: str, prepared: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes and block scales of a packed parameter, whose data are `prepared`."""
+        assert self._packed is not None
+        note, rows = self._packed.matrices[name]
+        prepared = prepared.transpose(0, 1) if len(rows) == 1 else prepared
+        codes, sf = (t.view(*rows, -1) for t in named(self._packed.layout).unpack(prepared, note))
+        return codes, sf
 
     def _pack(self, chosen: Selected, **matrices: bool) -> None:
         """Bring these matrices into the layout of the backend `chosen`, if it has one; name=whether its rows are
@@ -182,30 +197,37 @@ class Prepared(FP32Scales):
         if chosen.layout is None or not self.lasting:
             return
         _refuse_captured(self._here(next(iter(matrices))))
-        backend, notes = named(chosen.name), {}
+        packed = Packed(chosen.layout, {}, next(iter(matrices)))
         for name, interleaved in matrices.items():
             codes, sf = self._here(name), self._here(f"{name}_sf")
-            rows, one = tuple(codes.shape[:-1]), codes.dim() == 2
+            packed.before[name] = codes.shape, sf.shape, interleaved
             with made_for(codes):
-                stacks = (codes.data[None], sf.data[None]) if one else (codes.data, sf.data)
-                prepared, note = backend.pack(*stacks, interleaved)
-                codes.data = prepared.transpose(0, 1) if one else prepared  # FSDP splits the first dimension
+                stored = codes.data, sf.data
+                codes.data, packed.matrices[name] = packed_matrix(chosen.name, *stored, interleaved)
                 sf.data = sf.data.new_empty(0)
                 finish(codes.device)  # as in `unpack`
-            notes[name] = note, rows
-        self._packed = Packed(chosen.layout, notes, next(iter(matrices)))
+        self._packed = packed
+
+    @property
+    def _split(self) -> bool:
+        """Whether FSDP2 has split packed weights over ranks. The ranks of other plans split the checkpoint's bytes, and
+        each packs its part."""
+        parameter = None if self._packed is None else self._parameters.get(self._packed.first)
+        return parameter is not None and hasattr(parameter, "_local_tensor") and parameter.dim() == 4
 
     @property
     def lasting(self) -> bool:
         """Whether the parameters outlast a call."""
-        return all(p is None or isinstance(p, nn.Parameter) for p in self._parameters.values()) and not self._offloaded
+        if self._offloaded or in_fsdp(self):
+            return False
+        return all(p is None or isinstance(p, nn.Parameter) for p in self._parameters.values())
 
     @property
     def _offloaded(self) -> bool:
-        """Whether FSDP2 or a hook of accelerate brings the parameters for each call; other hooks only move the rows."""
+        """Whether a hook of accelerate brings the parameters for each call; other hooks only move the rows."""
         hook = getattr(self, "_hf_hook", None)
         hooks = getattr(hook, "hooks", (hook,))  # a SequentialHook holds several
-        return self.gathered or hook is not None and any(getattr(h, "offload", True) for h in hooks)
+        return hook is not None and any(getattr(h, "offload", True) for h in hooks)
 
     def _here(self, name: str) -> Tensor:
         """A parameter, or this rank's part of one that is split over ranks (a DTensor), in whatever layout it has."""
@@ -221,8 +243,39 @@ class Prepared(FP32Scales):
 
     def _save_to_state_dict(self, *args: Any) -> None:
         with changing:
-            self.unpack()
+            if not self._split:
+                self.unpack()
             super()._save_to_state_dict(*args)
+            if self._split:
+                destination, prefix, *_ = args
+                destination.update({prefix + name: t for name, t in self._gathered()})
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """(parameter, the checkpoint's bytes, split over ranks as it is) where FSDP2 has split packed weights. All
+        ranks have to ask, since each matrix is gathered; under `only_shapes`, tensors on meta."""
+        assert self._packed is not None
+        for name, (*shapes, _) in self._packed.before.items():
+            p: Any = self._parameters[name]
+            if _only_shapes:
+                found: Any = [torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes]
+            else:
+                found = [_split_like(p, t) for t in self._unpacked(name, p.full_tensor())]
+            yield from zip((name, f"{name}_sf"), found, strict=True)
+
+    def _to_split(self, given: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(parameter, what was `given` for it in a state dict, packed and split likewise) where FSDP2 has split packed
+        weights."""
+        assert self._packed is not None
+        for name, (*_, interleaved) in self._packed.before.items():
+            p: Any = self._parameters[name]
+            both = [t for key in (name, f"{name}_sf") if (t := given.get(key)) is not None]
+            if len(both) == 1:
+                raise ValueError(f"{name} and {name}_sf belong together, and one of them is not in the state dict")
+            if both:
+                codes, sf = (getattr(t, "full_tensor", lambda t=t: t)().to(p.device) for t in both)
+                whole, self._packed.matrices[name] = packed_matrix(self._packed.layout, codes, sf, interleaved)
+                yield name, _split_like(p, whole)
+                yield f"{name}_sf", self.get_parameter(f"{name}_sf")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         given = {name: state_dict[prefix + name] for name in self._parameters if prefix + name in state_dict}
@@ -237,7 +290,10 @@ class Prepared(FP32Scales):
                     args[-1].append(str(error))  # error_msgs
                     return
         with changing:
-            if given:  # not if it is an adapter's
+            if given and self._split:
+                self._changed()
+                state_dict = {**state_dict, **{prefix + name: t for name, t in self._to_split(given)}}
+            elif given:  # not if it is an adapter's
                 self.unpack()
             super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -260,6 +316,48 @@ class _Readers:
             self.streams.add(now)
             for t in self.tensors:
                 t.record_stream(torch.cuda.current_stream(device))
+
+
+def in_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP2 (`fully_shard`) brings the parameters of `module` for each call, and takes them away after it."""
+    split = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if split is None or not split.__subclasses__():  # it has not been used in this process
+        return False
+    if not any(module in inside for inside in _in_fsdp.values()):
+        found = [o for o in gc.get_objects() if issubclass(type(o), split)]  # the only way from a module to its parents
+        _in_fsdp.update({whole: WeakSet(whole.modules()) for whole in found})
+    return any(module in inside for inside in _in_fsdp.values())
+
+
+_in_fsdp: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
+
+
+def packed_matrix(backend: str, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, tuple[Any, tuple]]:
+    """Codes [(E,) N, K/2] and block scales in the layout of `backend`, and what `Packed.matrices` has of them."""
+    rows, one = tuple(codes.shape[:-1]), codes.dim() == 2
+    prepared, note = named(backend).pack(*((codes[None], sf[None]) if one else (codes, sf)), interleaved)
+    return prepared.transpose(0, 1) if one else prepared, (note, rows)  # FSDP splits the first dimension
+
+
+def _split_like(p: Any, whole: Tensor) -> Tensor:
+    """`whole`, which every rank has, split over ranks as the parameter p."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+
+
+_only_shapes = False
+
+
+@contextmanager
+def only_shapes() -> Iterator[None]:
+    """For state dicts of which only shapes are read: nothing waits for other ranks."""
+    global _only_shapes
+    _only_shapes, before = True, _only_shapes
+    try:
+        yield
+    finally:
+        _only_shapes = before
 
 
 _held = 0  # how many captures hold the weights' memory themselves

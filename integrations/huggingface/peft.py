@@ -17,7 +17,6 @@ else lose when an adapter is loaded. Nothing else of PEFT changes.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from peft.tuners import lora
 from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_adapters_to_merge
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
@@ -40,6 +38,7 @@ from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, refuse_elsewhere
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import Adapter, Adapters
+from moe_nvfp4.prepared import in_fsdp
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert, quantize_matrix, recipe_named
 from moe_nvfp4.stages import joined
 from moe_nvfp4.weights import Matrices
@@ -520,13 +519,11 @@ def _digest(t: Tensor) -> int:
 def _refuse_gathered(layer: nn.Module) -> None:
     """NotImplementedError if FSDP2 brings the weights of `layer` for each call: what is merged into them is gone with
     them, and a backward pass gets them as they were."""
-    if FSDPModule.__subclasses__():  # it has been used in this process
-        split = [o for o in gc.get_objects() if issubclass(type(o), FSDPModule)]
-        if any(module is layer for whole in split for module in whole.modules()):
-            raise NotImplementedError(
-                "adapters that are trained to be merged (nvfp4_mergeable) change the weights in place, and fully_shard "
-                "takes these away after each call: use DDP, or train a plain LoraConfig"
-            )
+    if in_fsdp(layer):
+        raise NotImplementedError(
+            "adapters that are trained to be merged (nvfp4_mergeable) change the weights in place, and fully_shard "
+            "takes these away after each call: use DDP, or train a plain LoraConfig"
+        )
 
 
 def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
@@ -397,9 +396,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 t.data = t.data.to(self._plan.dtypes.get(name, t.dtype))
         if self.quantization_config.activations == "bf16":
             self._leave_bad_input_scales()
-        gathered = any(isinstance(module, FSDPModule) for module in model.modules())
         for name, experts in self.conversions.experts.items():
-            experts.gathered = gathered
             if any(isinstance(p, DTensor) for p in experts.parameters()):
                 experts.register_forward_pre_hook(_prepare_shards)
                 if (group := ranks_of_a_row(experts.down_proj)) is not None:

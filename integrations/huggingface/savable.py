@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.mapped import SAVED
-from moe_nvfp4.prepared import check_plain
+from moe_nvfp4.prepared import check_plain, only_shapes
 from moe_nvfp4.quantize.files import expert_counts
 
 WRAPPED = re.compile(r"(\.(base_layer|original_module|token_adapter))+$")  # modules inside PEFT's
@@ -82,7 +82,8 @@ def check_format(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 def _check_state(model: Any, state: Mapping[str, Tensor]) -> None:
     """ValueError unless a state dict of `model` that was given for saving has its names, shapes and dtypes, as files
     with anything else would not be read again."""
-    own: dict[str, Tensor] = model.state_dict()
+    with only_shapes():
+        own: dict[str, Tensor] = model.state_dict()
     missing = own.keys() - state.keys() - (model.all_tied_weights_keys or {}).keys()
     way_out = "pass what state_dict() of this model returns, with other numbers, or leave state_dict out"
     if wrong := sorted(missing | (state.keys() - own.keys())):

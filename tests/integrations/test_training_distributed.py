@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 pytest.importorskip("peft", reason="LoRA needs peft")
 
 from tests.common import relative_error, two_processes  # noqa: E402
+from tests.integrations.test_distributed import MODES as PLANS  # noqa: E402
 from tests.models import IDS, folder, load, qwen3_moe  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -24,14 +23,15 @@ ids = torch.tensor([[3, 17, 40, 5, 9, 11, 2, 8], [4, 1, 77, 30, 9, 12, 60, 5]])
 
 DATA_PARALLEL = """
 from peft import LoraConfig, get_peft_model
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from moe_nvfp4 import NVFP4Experts
 from moe_nvfp4.scales import fp32_parameters
-from moe_nvfp4.integrations.huggingface import swap_experts
-from tests.common import relative_error
+from moe_nvfp4.integrations.huggingface import prepare_model, swap_experts
+from tests.common import relative_error, stand_for_hopper
 from tests.integrations.test_peft import config, swapped
 from tests.models import load, make, qwen3_moe
 
@@ -91,6 +91,40 @@ if rank == 0:
     split.save_pretrained(path, state_dict=whole)
     assert torch.equal(load(path, plain.dtype)(ids).logits, plain(ids).logits)
 dist.barrier()
+
+# As on a Hopper GPU: weights that were packed before are split so, and others are gathered in the checkpoint's layout
+def hidden(model):
+    with torch.no_grad():
+        return model(ids).logits
+
+everything = StateDictOptions(full_state_dict=True, cpu_offload=True)
+others = make(qwen3_moe, torch.bfloat16)
+mine = swap_experts(copy.deepcopy(others), linears="all", progress=False)
+for p in others.parameters():
+    p.data = p.data.flip(0)
+other = swap_experts(others, linears="all", progress=False)
+with stand_for_hopper():
+    for prepare in (prepare_model, lambda model: model):
+        one, two = (prepare(copy.deepcopy(model)) for model in (mine, other))
+        assert all(m.packed == (prepare is prepare_model) for m in one.modules() if isinstance(m, NVFP4Experts))
+        for model in (one, two):
+            for block in [*model.model.layers, model]:
+                fully_shard(block, mesh=mesh)
+        assert torch.equal(hidden(one), hidden(copy.deepcopy(mine)))
+        whole = get_model_state_dict(one, options=everything)
+        if rank == 0:
+            one.save_pretrained(path, state_dict=whole)
+            want = mine.state_dict()
+            for found in (whole, load(path).state_dict()):
+                assert found.keys() == want.keys() and all(torch.equal(found[key], want[key]) for key in want)
+        dist.barrier()
+        set_model_state_dict(one, get_model_state_dict(two))
+        assert torch.equal(hidden(one), hidden(copy.deepcopy(other)))
+        try:
+            one.to(torch.float16)
+            assert prepare is not prepare_model, "was cast"
+        except NotImplementedError as error:
+            assert "move, convert or merge the model before fully_shard" in str(error)
 print("data parallel: done", flush=True)
 """
 MODEL_PARALLEL = """
@@ -113,12 +147,7 @@ for name, mode in eval(sys.argv[3]).items():
                    f"{nvfp4}/{name}.pt")
 dist.barrier()
 """
-MODES = {
-    "tp": dict(tp_size=2),
-    "ep all-reduce": dict(tp_size=2, ep_size=2),
-    "ep all-to-all": dict(tp_size=2, ep_size=2, ep_implementation="all_to_all"),
-}
-HAS_EP = Version(transformers.__version__) >= Version("5.20")
+MODES = {name: mode for name, mode in PLANS.items() if name != "fsdp"}
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +159,7 @@ def ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks")
     source = folder(path, lambda: qwen3_moe(intermediate=64), dtype=torch.float32)
     swap_experts(load(source, torch.float32), progress=False).save_pretrained(path / "nvfp4")
-    code = START + DATA_PARALLEL + (MODEL_PARALLEL if HAS_EP else "") + "\ndist.destroy_process_group()\n"
+    code = START + DATA_PARALLEL + MODEL_PARALLEL + "\ndist.destroy_process_group()\n"
     return path / "nvfp4", *two_processes(path, code, path / "saved", path / "nvfp4", MODES)
 
 
@@ -139,7 +168,6 @@ def test_ddp_and_fsdp_give_the_gradients_of_one_process(ranks):
     assert all("data parallel: done" in o for o in outputs), "\n".join(o[-3000:] for o in outputs)
 
 
-@pytest.mark.skipif(not HAS_EP, reason="DistributedConfig's expert parallelism came after transformers 5.17")
 def test_tensor_and_expert_parallel_give_the_gradients_of_one_process(ranks):
     """The gradients of the embeddings, the norms and the routers."""
     nvfp4, codes, outputs = ranks
