@@ -203,6 +203,15 @@ def loading_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return dict(fields)
 
 
+def check_for_dense(config: MoeNvfp4Config) -> None:
+    """ValueError for what has no effect on weights that are not NVFP4 yet."""
+    if as_wanted(config.chosen.get("linears")) and isinstance(config.linears, str):
+        raise ValueError(
+            f"linears={config.linears!r} would have no effect: it is for files that are NVFP4 already. Leave it out or "
+            "name the linears that are to become 4-bit ('attention', 'shared', 'mlp', 'lm_head', 'all')"
+        )
+
+
 def _check_known(fields: Iterable[str]) -> None:
     """TypeError for fields that users cannot set; it suggests the most similar ones that they can."""
     if unknown := [name for name in fields if name not in FIELDS]:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from moe_nvfp4.format import is_global_scale
 from moe_nvfp4.integrations.huggingface.calibration import importance_for_load
-from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, resolve
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_for_dense, resolve
 from moe_nvfp4.integrations.huggingface.converters import (
     Conversions,
     choose_linears,
@@ -120,6 +120,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self.converts = converts
         self.pre_quantized = self.pre_quantized and not converts
         self.four_bit = self.pre_quantized  # whether the files are NVFP4, or are read as such
+        if not self.four_bit:
+            check_for_dense(quantization_config)
         self.linears: LinearConverter | None = None  # converts quantized linears in files, for loading and saving
         self.chosen = Chosen()  # the linears of a dense model that become 4-bit, after it is loaded
         self.importance: Importance | None = None  # for a recipe that uses data, while it quantizes
@@ -552,8 +554,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return True
 
     def dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        """Replace 4-bit experts and linears by dense ones, in the model's dtype; with `dtype`, all parameters get that
-        in place of the model's. What quantization lost stays lost. ValueError for a `dtype` that weights cannot have.
+        """Replace 4-bit experts and linears by dense ones, in the model's dtype; with `dtype`, all parameters and saved
+        buffers get that in place of the model's. What transformers keeps in fp32 stays so. What quantization lost stays
+        lost. ValueError for a `dtype` that weights cannot have.
         """
         wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or model.dtype
         if wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
@@ -561,8 +564,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         before = model.dtype
         # transformers would take the config's dtype, which saving turns into a string
         model = super().dequantize(model, wanted)
-        for p in model.parameters() if wanted != before else ():
-            p.data = p.data.to(wanted) if p.dtype == before else p.data  # not those that transformers keeps in fp32
+        for t in model.state_dict(keep_vars=True).values() if wanted != before else ():
+            t.data = t.data.to(wanted) if t.dtype == before else t.data  # not those that transformers keeps in fp32
         return model
 
     def remove_quantization_config(self, model: Any) -> None:

@@ -37,6 +37,7 @@ from tests.models import (
     aria,
     as_bytes,
     folder,
+    gemma4,
     gpt_oss,
     granite,
     load,
@@ -578,6 +579,27 @@ def test_a_config_for_a_folder_that_is_4_bit_already_counts_or_is_refused(family
             load(tmp_path / "nvfp4", quantization_config=MoeNvfp4Config(**field))
         with pytest.raises(ValueError, match=f"{next(iter(field))} would have no effect: the files are 4-bit already"):
             checkpoint_config(tmp_path / "nvfp4", **field)
+
+
+@pytest.mark.parametrize("linears", ["dense", "packed"])
+def test_a_choice_for_4_bit_files_is_refused_for_dense_weights(linears, tmp_path):
+    source = folder(tmp_path, qwen3_moe)
+    with pytest.raises(ValueError, match=f"linears='{linears}' would have no effect: it is for files that are NVFP4"):
+        load(source, quantization_config=MoeNvfp4Config(linears=linears))
+    before = logits(model := load(source))
+    with pytest.raises(ValueError, match=f"linears='{linears}' would have no effect"):
+        swap_experts(model, linears=linears, progress=False)
+    assert torch.equal(logits(model), before)
+    load(source, quantization_config=MoeNvfp4Config(linears=[]))  # none are named
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_dequantize_casts_buffers_too(dtype, tmp_path):
+    """But not what transformers keeps in fp32, and not the angles of rotary embeddings, which are not saved."""
+    dense = swap_experts(load(folder(tmp_path, gemma4)), progress=False).dequantize(dtype)
+    assert {t.dtype for t in dense.state_dict().values()} == {dtype}
+    assert {t.dtype for name, t in dense.named_buffers() if "inv_freq" in name} == {torch.float32}
+    assert logits(dense).dtype == dtype
 
 
 # ---------------------------------------------------------------- transformers' choice of an implementation
