@@ -29,8 +29,8 @@ class Options:
                  or wildcard, or several; `exclude` counts for them, too
     dialect      "modelopt" or "compressed-tensors": the names and the config of the files
     activations  what the files ask loaders for: "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4)
-    share_scales for an NVFP4 source: give gate and up of an expert one global scale, as servers expect; the one with
-                 the smaller scale is quantized again from its exact values, and all other bytes are kept
+    share_scales for an NVFP4 source: give gate and up of an expert (or MLP) one global scale, as servers expect; the
+                 one with the smaller scale is quantized again from its exact values, and all other bytes are kept
     device       where matrices are quantized (default: a GPU if there is one); the bytes are the same on all
     importance   the weights of errors, for a recipe that needs them (quantize.importance.load_importance)
     codes        the experts, quantized already, for a recipe that makes them from a text (quantize.codes)

@@ -41,8 +41,8 @@ HISTORY = 1000  # lines
 def add(commands: Commands) -> None:
     sub = command(
         commands, "chat", run, "talk with a model",
-        "Load MODEL with 4-bit experts and talk with it, line by line. /help lists what can be typed; /quit or the end "
-        "of the input ends the program; Ctrl-C stops an answer.",
+        "Load MODEL in bf16 with 4-bit experts and talk with it, line by line. /help lists what can be typed; /quit or "
+        "the end of the input ends the program; Ctrl-C stops an answer.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("--system", type=prompt_text, help="system prompt: how the model should behave")

@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
     sub = command(
         commands, "compare", run, "measure the accuracy of 4-bit against the original",
         "Measure perplexity, KL divergence of the next-token distributions and top-1 agreement of MODEL with 4-bit "
-        "experts (W4A16 and W4A4) against the original, on a text. Needs memory for both models.",
+        "experts (W4A16 and W4A4) against the original, on a text, both in bf16. Needs memory for both models.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument(

@@ -25,7 +25,7 @@ from moe_nvfp4.cli.output import note
 def add(commands: Commands) -> None:
     sub = command(
         commands, "generate", run, "answer a prompt",
-        "Load MODEL with 4-bit experts (dense ones are quantized while loading) and answer a prompt, "
+        "Load MODEL in bf16 with 4-bit experts (dense ones are quantized while loading) and answer a prompt, "
         "token by token. Prints the speed, and the size of the experts in bf16 and in NVFP4.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
