@@ -18,6 +18,7 @@ from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig, get_current_vllm
 from vllm.config.load import LoadConfig
 from vllm.distributed import get_ep_group
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
@@ -429,7 +430,8 @@ def _cache_bytes(config: VllmConfig) -> int:
 
 def check_adapters() -> None:
     """Have vLLM's adapters checked in this process: by itself it leaves out their tensors for any module that
-    --lora-target-modules does not name, and for those that a model calls by another name, and answers with the rest."""
+    --lora-target-modules does not name, for those that a model calls by another name, and for those whose weights it
+    has inside of other products, and answers with the rest."""
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager  # takes a second to import
 
     before = LRUCacheWorkerLoRAManager._manager_cls
@@ -444,15 +446,20 @@ def check_adapters() -> None:
             self.is_ours = any(hasattr(module, "nvfp4") for module in self.model.modules())
             if self.is_ours:
                 use_adapters(self.model, self.modules.values())
+            self.absorbed = absorbed(self.model)
 
         def _create_merged_loras_inplace(self, lora_model) -> None:
             super()._create_merged_loras_inplace(lora_model)
-            used = {id(self._get_lora_layer_weights(lora_model, name)) for name in self.modules}
+            names = [name for name, module in self.modules.items() if id(module.base_layer) not in self.absorbed]
+            used = {id(self._get_lora_layer_weights(lora_model, name)) for name in names}
             left = [n for n, w in lora_model.loras.items() if id(w) not in used and _is_here(self.model, n)]
             if left and self.is_ours:
                 targets = self.lora_config.target_modules
                 why = "vLLM's model has no such modules, or none that can have adapters: is it of another model?"
-                if targets is not None:
+                if any(name in self.modules for name in left):
+                    why = ("vLLM's latent attention (MLA) takes the base model's weight apart when it is loaded: train "
+                           "without it (PEFT's exclude_modules), or serve with transformers (PEFT)")  # fmt: skip
+                elif targets is not None:
                     why = f"--lora-target-modules has {' '.join(targets)}. Name the missing ones, too (docs/serving.md)"
                 raise ValueError(
                     f"this LoRA adapter changes {left[0]} and others ({len(left)} in all), and would be served without "
@@ -470,6 +477,12 @@ def use_adapters(model: torch.nn.Module, adapted: Iterable[torch.nn.Module]) -> 
         parent, _, last = name.rpartition(".")
         if id(module) in by_base and last != "base_layer":
             setattr(model.get_submodule(parent), last, by_base[id(module)])
+
+
+def absorbed(model: torch.nn.Module) -> set[int]:
+    """The ids of the linears that latent attention has inside of other products: it does not call them."""
+    found = (module.kv_b_proj for module in model.modules() if isinstance(module, MLAAttention))
+    return {id(getattr(linear, "base_layer", linear)) for linear in found}
 
 
 def _is_here(model: torch.nn.Module, name: str) -> bool:

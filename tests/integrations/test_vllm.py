@@ -274,19 +274,21 @@ def test_the_router_of_cpus(scores):
             assert torch.allclose(w.double(), want, rtol=1e-5)
 
 
-def test_latent_attention(tmp_path):
-    """A DeepSeek-V3 without YaRN, of which vLLM's CPU kernel (0.32) turns other numbers of the query."""
+def latent_attention():
+    """A DeepSeek-V3 without YaRN."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    def deepseek():
-        sizes = {k: v for k, v in SMALL.items() if k not in ("head_dim", "num_key_value_heads")}
-        return DeepseekV3ForCausalLM(DeepseekV3Config(
-            **sizes | dict(hidden_size=128), num_key_value_heads=SMALL["num_attention_heads"], q_lora_rank=32,
-            kv_lora_rank=512, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, intermediate_size=96,
-            moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, n_group=2,
-            topk_group=1, first_k_dense_replace=1, topk_method="noaux_tc", scoring_func="sigmoid"))  # fmt: skip
+    sizes = {k: v for k, v in SMALL.items() if k not in ("head_dim", "num_key_value_heads")}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(
+        **sizes | dict(hidden_size=128), num_key_value_heads=SMALL["num_attention_heads"], q_lora_rank=32,
+        kv_lora_rank=512, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, intermediate_size=96,
+        moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, n_group=2,
+        topk_group=1, first_k_dense_replace=1, topk_method="noaux_tc", scoring_func="sigmoid"))  # fmt: skip
 
-    convert_checkpoint(folder(tmp_path, deepseek), tmp_path / "nvfp4", progress=False)
+
+def test_latent_attention(tmp_path):
+    """vLLM's CPU kernel (0.32) turns other numbers of the query."""
+    convert_checkpoint(folder(tmp_path, latent_attention), tmp_path / "nvfp4", progress=False)
     same(generate(tmp_path / "nvfp4"), by_transformers(tmp_path / "nvfp4"))
 
 

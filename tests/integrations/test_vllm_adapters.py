@@ -379,6 +379,29 @@ def test_routers_and_shared_experts(tmp_path):
         same(*([each[first::4] for each in answers] for answers in (found, want)), prompts=2)
 
 
+def test_latent_attention(tmp_path):
+    """Its linears have adapters, but for the one that vLLM takes apart when weights are loaded."""
+    pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
+    from peft import LoraConfig, get_peft_model
+
+    from moe_nvfp4.quantize.convert import convert_checkpoint
+    from tests.integrations.test_vllm import by_transformers, latent_attention, same
+    from tests.integrations.vllm_engine import ask, engine, lora
+
+    bf16 = folder(tmp_path, latent_attention)
+    convert_checkpoint(bf16, tmp_path / "nvfp4", progress=False)
+    taken = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+    for name, targets in (("taken", taken), ("refused", [*taken, "kv_b_proj"])):
+        config = LoraConfig(r=R, target_modules=targets, init_lora_weights=False)
+        get_peft_model(load(bf16, torch.float32), config).save_pretrained(tmp_path / name)
+    llm = engine(tmp_path / "nvfp4", **FEW | {"lora_target_modules": [*taken, "kv_b_proj"]})
+    with pytest.raises(ValueError, match=r"layers\.0\.\S*kv_b_proj and others \(2 in all\).*\(MLA\) takes the base"):
+        llm.llm_engine.add_lora(lora(tmp_path / "refused"))
+    found = ask(llm, adapters=[tmp_path / "taken"] * 8)
+    llm.llm_engine.engine_core.shutdown()
+    same(found, by_transformers(tmp_path / "nvfp4", adapter=tmp_path / "taken"))
+
+
 @pytest.mark.parametrize("form", ["W4A4", "gpt-oss", "Mixtral"])
 def test_other_forms(model, nvfp4, tmp_path, form):
     """Rows that W4A4 quantizes meet adapters as they are; gpt-oss has gate and up in turn, and biases; vLLM has another
