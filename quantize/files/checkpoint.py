@@ -292,7 +292,8 @@ def _check_objects(path: Path, config: Mapping, above: str = "") -> None:
     """ValueError where a part of `config` that all models name as an object (or null) is none, where a value is NaN,
     and where a number of RoPE, whose angles would be NaN or turn backwards, is not positive."""
     for key, value in config.items():
-        if re.search(r"_config$|^rope_(parameters|scaling)$", key) and not isinstance(value, (dict, NoneType)):
+        kinds = (dict, NoneType, list) if key == "algo_config" else (dict, NoneType)  # Quark has a list of these
+        if re.search(r"_config$|^rope_(parameters|scaling)$", key) and not isinstance(value, kinds):
             way = ", or remove it if the files are dense" if key == "quantization_config" else ""
             raise ValueError(f"{path}: {above}{key} is {value!r:.200}, no object: download it again{way}")
         if value != value:

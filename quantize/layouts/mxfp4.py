@@ -39,7 +39,16 @@ def _of_compressed_tensors(q: Mapping) -> bool:
 def _of_quark(q: Mapping) -> bool:
     weight: Any = (q.get("global_quant_config") or {}).get("weight") or {}
     weight = weight[0] if isinstance(weight, list) else weight
-    return (weight.get("dtype"), weight.get("group_size")) == ("fp4", 32)
+    if (weight.get("dtype"), weight.get("group_size")) != ("fp4", 32):
+        return False
+    steps = q.get("algo_config") or []
+    for step in steps if isinstance(steps, list) else [steps]:
+        more = [key for key in ("r4", "online_r1_rotation") if step.get(key)]  # r1 and r2 are in the weights
+        if more or step.get("name") == "svdquant":
+            said = ", ".join([step["name"], *more])
+            raise ValueError(f"Quark's algo_config ({said}) needs more than weights, rotated inputs or a second "
+                             "product, and is not read: quantize the original checkpoint")  # fmt: skip
+    return True
 
 
 METHODS: dict[str, Callable[[Mapping], bool]] = {  # quant_method -> whether its config says MXFP4

@@ -297,3 +297,21 @@ def test_forms_that_are_not_read(tmp_path):
         other = {"quant_method": "quark", "global_quant_config": {"weight": weight}}
         with pytest.raises(ValueError, match="is quantized with 'quark'; this library reads fp8 .in blocks., MXFP4"):
             converted(folder(tmp_path / f"d{i}", files, {"quantization_config": other}), tmp_path / "c")
+
+
+def test_steps_that_quark_took_before(tmp_path):
+    """Those that are in the weights change nothing here; those that a model computes as it runs are refused."""
+    files = tensors(source(tmp_path / "a", "quark", layers=1)[0])
+
+    def of(*steps):
+        settings = {"quantization_config": {**CONFIGS["quark"], "algo_config": [*steps]}, "num_experts": 3}
+        return folder(tmp_path / f"{len(list(tmp_path.iterdir()))}", files, settings)
+
+    rotation = {"name": "rotation", "r1": True, "r2": True, "r3": False, "r4": False, "online_r1_rotation": False}
+    wanted = converted(tmp_path / "a", tmp_path / "plain")
+    for i, steps in enumerate(([], [{"name": "awq"}], [{"name": "autosmoothquant"}, rotation])):
+        same_files(converted(of(*steps), tmp_path / f"b{i}"), wanted)
+    for step, said in (({"r4": True}, "rotation, r4"), ({"online_r1_rotation": True}, "rotation, online_r1_rotation"),
+                       ({"name": "svdquant"}, "svdquant")):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"Quark's algo_config \({said}\) needs more than weights"):
+            converted(of({"name": "gptq"}, rotation | step), tmp_path / "c")
