@@ -264,16 +264,16 @@ def free_port():
     raise OSError("a hundred ports of loopback are in use")
 
 
-def two_processes(tmp_path, code, *arguments):
-    """Run `code` as ranks 0 and 1 of torch.distributed; returns their exit codes and outputs."""
+def processes(number, tmp_path, code, *arguments):
+    """Run `code` as so many ranks of torch.distributed; returns their exit codes and outputs."""
     script = tmp_path / "worker.py"
     script.write_text(code)
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    env = {**os.environ, "WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
     workers = [
         subprocess.Popen([sys.executable, str(script), *map(str, arguments)], text=True, stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
+        for rank in range(number)
     ]  # fmt: skip
     outputs = [w.communicate(timeout=400)[0] for w in workers]
     return [w.returncode for w in workers], outputs

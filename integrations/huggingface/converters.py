@@ -344,13 +344,19 @@ class Conversions:
         return out
 
 
-def _global_amax(dense: Any, param: DTensor) -> Tensor:
-    """fp32 [E]: the largest magnitude of each matrix over all ranks that share it."""
-    amax = torch.stack([dense[e].abs().amax().float() for e in range(len(dense))])
+def _global_amax(dense: Any, param: DTensor) -> dict[int, Tensor]:
+    """fp32, of each expert that is here: the largest magnitude of its matrix over all ranks that share it. FSDP beside
+    tensor parallelism gives ranks other experts, which have nothing to do with these."""
+    here = ((e, dense[e]) for e in range(len(dense)))
+    amax = {e: matrix.abs().amax().float() for e, matrix in here if matrix is not None}
+    if not amax:
+        return {}
+    largest = torch.stack([*amax.values()])
     for dim, placement in enumerate(param.placements):
-        if hasattr(placement, "dim"):
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=param.device_mesh.get_group(dim))
-    return amax
+        if hasattr(placement, "dim") and placement.dim % param.ndim != 0:
+            group = param.device_mesh.get_group(dim)
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    return dict(zip(amax, largest, strict=True))
 
 
 def model_conversions(model: Any, loading: bool = False) -> list:

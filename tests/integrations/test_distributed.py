@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.packed import check_sharding
-from tests.common import on_two_gpus, relative_error, two_processes
+from tests.common import on_two_gpus, processes, relative_error
 from tests.folders import is_expert, is_linear, quantized
 from tests.models import IDS, SMALL, folder, gpt_oss, llama4, load, logits, make, same_tensors
 
@@ -69,11 +69,12 @@ if Version(transformers.__version__) < Version("5.19"):
 else:
     MODES["ep all-reduce"] = dict(tp_size=2, ep_size=2)
     MODES["ep all-to-all"] = dict(tp_size=2, ep_size=2, ep_implementation="all_to_all")
+FOUR_RANKS = {"fsdp and tp": dict(fsdp_size=2, tp_size=2)}
 
 
-def launch(tmp_path, runs, backend="gloo"):
-    """Start two processes that do all `runs`; returns their exit codes and outputs."""
-    return two_processes(tmp_path, WORKER, json.dumps(IDS.tolist()), json.dumps(runs), backend)
+def launch(tmp_path, runs, backend="gloo", ranks=2):
+    """Start processes that do all `runs`; returns their exit codes and outputs."""
+    return processes(ranks, tmp_path, WORKER, json.dumps(IDS.tolist()), json.dumps(runs), backend)
 
 
 def qwen(intermediate=64):
@@ -85,7 +86,7 @@ def qwen(intermediate=64):
 def a_run(source, out, mode, fields=None, hopper=False, refused=False):
     """What a worker is told. fields: of a `MoeNvfp4Config`, None: without one; hopper: run in bf16 on Hopper GPUs, or
     on a CPU that stands for one; refused: write down the error."""
-    modes = dict(mode=MODES[mode], fields=fields, hopper=hopper, refused=refused)
+    modes = dict(mode=(MODES | FOUR_RANKS)[mode], fields=fields, hopper=hopper, refused=refused)
     return dict(source=str(source), out=str(out), **modes)
 
 
@@ -186,6 +187,25 @@ def test_rows_quantized_by_ranks_have_the_scale_of_the_whole_row(activations, re
     _, logits, tokens = one[activations]
     result = torch.load(path / f"tp-{activations}" / "result.pt")
     assert torch.equal(result["tokens"], tokens) and relative_error(result["logits"], logits) < 1e-5
+
+
+def test_experts_of_which_ranks_have_some_and_a_part(tmp_path):
+    """FSDP gives two of four ranks half of the experts, of which tensor parallelism gives each a part. Global scales
+    come from the ranks that share an expert, whether files have experts one by one or in stacks; of stacks they once
+    came from all four, and logits were 15 % off."""
+    model = make(qwen)
+    model.save_pretrained(tmp_path / "one by one")
+    model.save_pretrained(tmp_path / "stacks", save_original_format=False)
+    expected, logits, tokens = one_process(tmp_path / "one by one", tmp_path / "nvfp4")
+    sources = ("one by one", "stacks")
+    runs = [a_run(tmp_path / source, tmp_path / f"split {source}", "fsdp and tp", {}) for source in sources]
+    codes, outputs = launch(tmp_path, runs, ranks=4)
+    assert codes == [0] * 4, "\n".join(o[-3000:] for o in outputs)
+    for source in sources:
+        result = torch.load(tmp_path / f"split {source}" / "result.pt")
+        assert result["local"]["gate_up_proj"] == [4, 64, 32]
+        assert torch.equal(result["tokens"], tokens) and relative_error(result["logits"], logits) < 1e-5
+        same_tensors(expected, tmp_path / f"split {source}")
 
 
 @on_two_gpus

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("peft", reason="LoRA needs peft")
 
-from tests.common import relative_error, two_processes  # noqa: E402
+from tests.common import processes, relative_error  # noqa: E402
 from tests.integrations.test_distributed import MODES as PLANS  # noqa: E402
 from tests.models import IDS, folder, load, qwen3_moe  # noqa: E402
 
@@ -160,7 +160,7 @@ def ranks(tmp_path_factory):
     source = folder(path, lambda: qwen3_moe(intermediate=64), dtype=torch.float32)
     swap_experts(load(source, torch.float32), progress=False).save_pretrained(path / "nvfp4")
     code = START + DATA_PARALLEL + MODEL_PARALLEL + "\ndist.destroy_process_group()\n"
-    return path / "nvfp4", *two_processes(path, code, path / "saved", path / "nvfp4", MODES)
+    return path / "nvfp4", *processes(2, path, code, path / "saved", path / "nvfp4", MODES)
 
 
 def test_ddp_and_fsdp_give_the_gradients_of_one_process(ranks):
