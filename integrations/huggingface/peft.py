@@ -54,9 +54,12 @@ class MergeableLoraConfig(LoraConfig):
     have. The rounding passes gradients on unchanged (a straight-through estimator). So the model that was trained and
     the merged one are the same: `merge_and_unload()`, and `save_pretrained` of what it returns. Apart from the weights
     that it was trained on the adapter is worth nothing; here it cannot be used in another way.
+
+    nvfp4_layers: set by PEFT's models, for `save_pretrained`: the layers that were 4-bit, and so computed like that
     """
 
     nvfp4_mergeable: bool = False
+    nvfp4_layers: list[str] | None = None
 
 
 class LoraModel(lora.LoraModel):
@@ -76,17 +79,32 @@ class LoraModel(lora.LoraModel):
 
     def _let_merge(self, adapter: str, model: nn.Module) -> None:
         """Have the 4-bit layers compute with this adapter merged, if its config says so."""
-        layers = [m for m in model.modules() if isinstance(m, _Merging) and adapter in m.lora_A]
+        named = {n: m for n, m in model.named_modules() if isinstance(m, _Merging) and adapter in m.lora_A}
+        layers = [*named.values()]
         for layer in layers:
             layer.mergeable = layer.mergeable - {adapter}  # of one of this name that was deleted
-        if not getattr(self.peft_config[adapter], "nvfp4_mergeable", False):
+        config = self.peft_config[adapter]
+        if not getattr(config, "nvfp4_mergeable", False):
             return
-        if self.peft_config[adapter].lora_dropout:
+        if config.lora_dropout:
             raise NotImplementedError("nvfp4_mergeable: merged weights have no dropout: lora_dropout=0")
         if not layers:
             raise ValueError(
                 f"adapter {adapter!r} is trained to be merged into 4-bit weights (nvfp4_mergeable), and changes none "
                 "in this model: load the 4-bit model that it belongs to"
+            )
+        # PEFT nests the wrappers of a module's parameters
+        names = sorted({".".join(p for p in n.split(".") if p != "base_layer") for n in named})
+        if (trained := config.nvfp4_layers) is None:
+            self.peft_config[adapter] = config = copy(config)  # the caller's may serve for other models
+            config.nvfp4_layers = names
+        elif other := sorted({*trained} ^ {*names}):
+            form = "4-bit" if other[0] in trained else "dense"
+            many = f" ({len(other)} such layers)" if len(other) > 1 else ""
+            raise ValueError(
+                f"adapter {adapter!r} was trained to be merged (nvfp4_mergeable) with {other[0]} {form}, and here it "
+                f"is the other way round{many}: that would be another model. Load the 4-bit model as it was in "
+                "training (linears, exclude)"
             )
         for layer in layers:
             layer.mergeable = {*layer.mergeable, adapter}
