@@ -1,8 +1,6 @@
 """Whole models on Hopper GPUs: what transformers and accelerate do with weights that are packed in place."""
 
 import copy
-import threading
-import time
 import warnings
 from functools import partial
 
@@ -10,8 +8,8 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from torch import nn
 
+from moe_nvfp4.backends import named
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.distill import grouped_matmul
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
@@ -197,38 +195,76 @@ def test_products_of_recipe_distill(counts, K):
             assert (value - reference).abs().max() <= 2**-8 * reference.abs().max() if len(rows) else not value.any()
 
 
-@pytest.mark.parametrize("reads", [copy.deepcopy, nn.Module.state_dict], ids=lambda f: f.__name__)
-def test_threads_with_streams_beside_one_that_reads(reads):
-    """Whoever reads a model's weights has them moved. Threads that each have a stream compute the same meanwhile, the
-    first of them late: what it packs comes long after it was asked for."""
+def late(*_):
+    torch.cuda._sleep(400_000_000)  # 0.2 s of the current stream
+
+
+def slow(makes):
+    """`makes`, whose tensors come late, into memory that holds other bytes meanwhile."""
+
+    def slowed(*args):
+        found = makes(*args)
+        made = [torch.full_like(t, 77) if isinstance(t, torch.Tensor) else t for t in found]
+        late()
+        for t, to_come in zip(made, found, strict=True):
+            if isinstance(t, torch.Tensor):
+                t.copy_(to_come)
+        return made
+
+    return slowed
+
+
+def spoil(model):
+    """Fill memory that is free on the current stream."""
+    garbage = [torch.full_like(p, 77) for p in model.parameters() for _ in range(3)]
+    del garbage
+
+
+@pytest.mark.parametrize("linears", [None, "all"])
+def test_streams_beside_one_that_moves_weights(linears, monkeypatch):
+    """Whoever asks for a model's state dict has its weights moved, and the next call moves them back. Another stream
+    neither reads them before they are written, nor has them overwritten before it has read them."""
     family = partial(qwen3_moe, experts=2, intermediate=1024, hidden_size=1024)  # all are routed to: no near ties
-    model = swap_experts(make(family).cuda(), linears="all", progress=False)
-    inputs = [torch.randint(3, 96, (1, T), device="cuda") for T in (1, 8, 120)]
-    compute = lambda ids: model(input_ids=ids, use_cache=False).logits
-    failed, over = [], threading.Event()
+    model = swap_experts(make(family).cuda(), linears=linears, progress=False)
+    ids = torch.randint(3, 96, (1, 8), device="cuda")
+    compute = torch.no_grad()(lambda: model(input_ids=ids, use_cache=False).logits)
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    want = compute()
 
-    def run(ids, want):
-        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-            while not over.is_set() and not failed:
-                try:
-                    torch.cuda._sleep(20_000_000 if ids is inputs[0] else 0)  # 10 ms
-                    got = compute(ids)
-                    torch.cuda.current_stream().synchronize()
-                    if not (off := relative_error(got, want)) < 0.02:  # linears are joined, or not yet again
-                        failed.append(f"{ids.numel()} tokens: {off}")
-                except Exception as error:
-                    failed.append(repr(error))
+    def right(got):
+        torch.cuda.synchronize()
+        return relative_error(got, want) < 0.02  # linears are joined, or not yet again
 
-    with torch.no_grad():
-        threads = [threading.Thread(target=run, args=(ids, compute(ids))) for ids in inputs]
-    torch.cuda.synchronize()
-    [t.start() for t in threads]
-    for i in range(100):
-        state = reads(model)
-        parts = state.values() if isinstance(state, dict) else state.parameters()
-        garbage = [torch.full_like(t, 77) for t in parts]  # into memory that is free again
-        del state, garbage
-        time.sleep(0.001 * (i % 20))
-    over.set()
-    [t.join() for t in threads]
-    assert not failed
+    for stream in (one, other):  # each has memory of its own
+        with torch.cuda.stream(stream):
+            assert right(compute())
+
+    with monkeypatch.context() as patch:
+        backend = named(experts(model)[0].packed_for)
+        patch.setattr(backend, "pack", slow(backend.pack))
+        model.state_dict()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(one):
+            compute()
+        with torch.cuda.stream(other):
+            packed_late = compute()
+        are_right = [right(packed_late)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "unpack", slow(backend.unpack))
+        model.state_dict()
+        with torch.cuda.stream(other):
+            read_late = compute()
+        are_right += [right(read_late)]
+
+    hooks = [layer.mlp.register_forward_pre_hook(late) for layer in model.model.layers]
+    with torch.cuda.stream(one):
+        used_late = compute()
+    [hook.remove() for hook in hooks]
+    model.state_dict()
+    for stream in (one, other):
+        with torch.cuda.stream(stream):
+            spoil(model)
+    spoil(model)
+    are_right += [right(used_late)]
+    assert are_right == [True, True, True]
