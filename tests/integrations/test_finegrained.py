@@ -5,6 +5,7 @@ that class holds. What it computes is compared with a float64 loop over these pa
 """
 
 import copy
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -202,15 +203,17 @@ def test_on_a_gpu(make, case, activation_format):
     size = sum(p.numel() * p.element_size() for p in module.parameters())
     x, ids, weights = x.cuda(), ids.cuda(), weights.cuda()
     torch.cuda.synchronize()
-    before, graph = torch.cuda.memory_allocated(), torch.cuda.CUDAGraph()
+    gc.collect()  # what tests before have left
+    asked_for = lambda: torch.cuda.memory_stats()["requested_bytes.all.current"]  # blocks may be 1 MB larger
+    before, graph = asked_for(), torch.cuda.CUDAGraph()
     with torch.no_grad():
         got = module(x, ids, weights)
-        held = torch.cuda.memory_allocated() - before
+        held = asked_for() - before
         with torch.cuda.graph(graph):
             again = module(x, ids, weights)
     graph.replay()
     assert relative_error(got.cpu(), want) < (THRESHOLDS["w4a4"] if activation_format is None else 0.01)
-    assert held < size / 4 and torch.equal(got, again)
+    assert held < size / 20 and torch.equal(got, again)
 
 
 def test_a_norm_of_each_experts_rows(make):
