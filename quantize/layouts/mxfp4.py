@@ -45,7 +45,7 @@ def _of_quark(q: Mapping) -> bool:
     for step in steps if isinstance(steps, list) else [steps]:
         more = [key for key in ("r4", "online_r1_rotation") if step.get(key)]  # r1 and r2 are in the weights
         if more or step.get("name") == "svdquant":
-            said = ", ".join([step["name"], *more])
+            said = ", ".join([str(step.get("name")), *more])
             raise ValueError(f"Quark's algo_config ({said}) needs more than weights, rotated inputs or a second "
                              "product, and is not read: quantize the original checkpoint")  # fmt: skip
     return True
