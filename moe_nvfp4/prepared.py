@@ -243,10 +243,10 @@ class Prepared(FP32Scales):
 
     def _save_to_state_dict(self, *args: Any) -> None:
         with changing:
-            if not self._split:
+            if not (split := self._split):
                 self.unpack()
             super()._save_to_state_dict(*args)
-            if self._split:
+            if split:
                 destination, prefix, *_ = args
                 destination.update({prefix + name: t for name, t in self._gathered()})
 
