@@ -32,6 +32,10 @@ from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 FP8_TENSORS = ("weight", *FP8_SCALES, "input_scale")
 PARAMETERS = ("weight", "weight_sf", "weight_global_scale", "input_scale", PRE_QUANT_SCALE)
+NOT_SPLIT = (
+    "{} is quantized in the files, and quantized linears are not split over ranks yet: load with linears='dense' in "
+    "one process, save, and start from those files"
+)
 
 
 def replace_linears(
@@ -220,10 +224,7 @@ class LinearConverter(WeightConverter):
             return {f"{module}.{last}": tensor for last, tensor in self._stored(module, tensors).items()}
         weight = model.get_submodule(module).weight
         if isinstance(weight, DTensor):  # before the tensors are read: a scale cannot be split as the weight is
-            raise NotImplementedError(
-                f"{module} is quantized in the files, and quantized linears are not split over ranks yet: load with "
-                "linears='dense' in one process, save, and start from those files"
-            )
+            raise NotImplementedError(NOT_SPLIT.format(module))
         tensors = {last: found[0] for last, found in self.materialize_tensors().items()}
         found = self._parameters(module, tensors)
         if module not in self.nvfp4:

@@ -28,6 +28,7 @@ from peft.tuners import lora
 from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_adapters_to_merge
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
@@ -73,6 +74,8 @@ class LoraModel(lora.LoraModel):
         wanted = self.peft_config[adapter_name].target_modules
         self._all_linear = isinstance(wanted, str) and wanted.lower() == "all-linear"
         _refuse_to_copy(self.peft_config[adapter_name].modules_to_save or (), model)
+        if not self.peft_config[adapter_name].inference_mode:
+            _refuse_unsynchronised(model)
         found = super().inject_adapter(model, adapter_name, *args, **kwargs)
         self._let_merge(adapter_name, model)
         return found
@@ -541,6 +544,18 @@ def _refuse_gathered(layer: nn.Module) -> None:
         raise NotImplementedError(
             "adapters that are trained to be merged (nvfp4_mergeable) change the weights in place, and fully_shard "
             "takes these away after each call: use DDP, or train a plain LoraConfig"
+        )
+
+
+def _refuse_unsynchronised(model: nn.Module) -> None:
+    """NotImplementedError if FSDP2 has split a model with 4-bit layers: it would not know adapters that are added."""
+    modules = [*model.modules()]
+    four_bit = any(isinstance(m, NVFP4Experts | NVFP4Linear) for m in modules)
+    if four_bit and any(isinstance(m, FSDPModule) for m in modules):
+        raise NotImplementedError(
+            "fully_shard (or DistributedConfig(fsdp_size=...)) has split this model over ranks already, so nothing "
+            "would add up the gradients of new adapters, and each rank would train others: load without "
+            "distributed_config, then get_peft_model, then fully_shard of what it returns"
         )
 
 

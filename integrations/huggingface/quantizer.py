@@ -47,6 +47,7 @@ from moe_nvfp4.integrations.huggingface.files import (
     read_layout,
 )
 from moe_nvfp4.integrations.huggingface.linears import (
+    NOT_SPLIT,
     Known,
     LinearConverter,
     quantize_linears,
@@ -56,7 +57,7 @@ from moe_nvfp4.integrations.huggingface.linears import (
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu, layers_on_cpu
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, ranks_of_a_row
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
-from moe_nvfp4.integrations.huggingface.savable import activations_of, check_format, check_savable
+from moe_nvfp4.integrations.huggingface.savable import activations_of, check_format, check_savable, pipeline_stages
 from moe_nvfp4.integrations.huggingface.unwritten import (
     UnwrittenConverter,
     ignore_list,
@@ -222,6 +223,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 experts[name] = made[id(module)]
                 model.set_submodule(name, experts[name])
         if found.linears:
+            if pipeline_stages(model) > 1:  # with tensor parallelism the converter says so
+                raise NotImplementedError(NOT_SPLIT.format(next(iter(found.linears))))
             wanted = {} if config.linears == "dense" else found.linears
             linears = replace_linears(model, wanted, found.dialect, config.activations)
             by_source = {linear.source: linear for linear in found.linears.values()}

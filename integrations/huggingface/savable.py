@@ -20,11 +20,17 @@ WRAPPED = re.compile(r"(\.(base_layer|original_module|token_adapter))+$")  # mod
 
 
 def check_savable(model: Any, state: Mapping[str, Tensor] | None = None) -> None:
-    """NotImplementedError for experts that stay in files, for layers of several activations, and for a model that
-    FSDP has split, not transformers (it gathers), unless its `state` is given; ValueError for parameters without
+    """NotImplementedError for experts that stay in files, for layers of several activations, for a model of which each
+    rank has some layers, and for one that FSDP has split, not transformers (it gathers), unless its `state` is given;
+    ValueError for parameters without
     numbers, codes that are no bytes, parameters that are parametrized, adapters inside the model, static activation
     scales in some layers only, another number of experts than the config's, and a `state` of something else."""
     own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
+    if pipeline_stages(model) > 1:
+        raise NotImplementedError(
+            f"each rank has some layers of this model (pp_size={pipeline_stages(model)}), of which transformers would "
+            "write the first rank's only: load it in one process, or with tp_size or fsdp_size, and save that"
+        )
     if state is None and not own and any(isinstance(p, DTensor) for p in model.parameters()):
         raise NotImplementedError(
             "fully_shard has split this model over ranks: gather it on all ranks "
@@ -61,6 +67,11 @@ def check_savable(model: Any, state: Mapping[str, Tensor] | None = None) -> None
     _check_alike(experts, expert_counts(model.config.to_dict()))
     if state is not None:
         _check_state(model, state)
+
+
+def pipeline_stages(model: Any) -> int:
+    """Over how many ranks transformers has split the layers of `model`, or will while it loads."""
+    return getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
 
 
 def check_format(model: nn.Module, arguments: Mapping[str, Any]) -> None:

@@ -44,7 +44,8 @@ for run in json.loads(sys.argv[2]):  # one start of the interpreter serves all r
     mode = DistributedConfig(**run["mode"])
     if run["refused"]:
         try:
-            AutoModelForCausalLM.from_pretrained(run["source"], distributed_config=mode, **kwargs)
+            model = AutoModelForCausalLM.from_pretrained(run["source"], distributed_config=mode, **kwargs)
+            model.save_pretrained(run["out"])
         except (NotImplementedError, ValueError) as error:
             print(error, file=open(f"{run['out']} rank {torch.distributed.get_rank()}", "w"))
         continue
@@ -73,6 +74,7 @@ MODES["ep all-reduce"] = dict(
 if "ep_implementation" in FIELDS:
     MODES["ep all-to-all"] = dict(tp_size=2, ep_size=2, ep_implementation="all_to_all")
 FOUR_RANKS = {"fsdp and tp": dict(fsdp_size=2, tp_size=2)}
+STAGES = {"pp": dict(pp_size=2)}
 
 
 def launch(tmp_path, runs, backend="gloo", ranks=2):
@@ -89,7 +91,7 @@ def qwen(intermediate=64):
 def a_run(source, out, mode, fields=None, hopper=False, refused=False):
     """What a worker is told. fields: of a `MoeNvfp4Config`, None: without one; hopper: run in bf16 on Hopper GPUs, or
     on a CPU that stands for one; refused: write down the error."""
-    modes = dict(mode=(MODES | FOUR_RANKS)[mode], fields=fields, hopper=hopper, refused=refused)
+    modes = dict(mode=(MODES | FOUR_RANKS | STAGES)[mode], fields=fields, hopper=hopper, refused=refused)
     return dict(source=str(source), out=str(out), **modes)
 
 
@@ -132,6 +134,8 @@ REFUSED = {
         scales_of_others, "ep all-reduce", None,
         "compressed-tensors's scales cannot be split over ranks as they are read",
     ),
+    "layers in files": (linears_too, "pp", None, "quantized linears are not split over ranks yet"),
+    "layers to be saved": (experts_only, "pp", None, "each rank has some layers of this model (pp_size=2)"),
     "channels in files": (experts_only, "tp", {"map_files": True, "cpu_experts": 1}, IN_FILES),
     "experts in files": (experts_only, "ep all-reduce", {"map_files": True}, IN_FILES),
 }  # fmt: skip

@@ -22,7 +22,7 @@ ids = torch.tensor([[3, 17, 40, 5, 9, 11, 2, 8], [4, 1, 77, 30, 9, 12, 60, 5]])
 """
 
 DATA_PARALLEL = """
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -60,6 +60,12 @@ for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bf
     assert found.keys() == want.keys()
     assert max(relative_error(found[n], want[n]) for n in want) < (0.15 if bf16 else 1e-5), bf16
 
+try:
+    model.add_adapter("later", config())
+    raise AssertionError("was added: nothing would add up its gradients")
+except NotImplementedError as error:
+    assert "load without distributed_config, then get_peft_model, then fully_shard" in str(error)
+
 dense = make(qwen3_moe)
 fully_shard(dense, mesh=mesh)
 try:
@@ -90,7 +96,17 @@ whole = get_model_state_dict(split, options=StateDictOptions(full_state_dict=Tru
 if rank == 0:
     split.save_pretrained(path, state_dict=whole)
     assert torch.equal(load(path, plain.dtype)(ids).logits, plain(ids).logits)
+    get_peft_model(plain, config(experts=False)).save_pretrained(f"{path} adapter")
 dist.barrier()
+used = PeftModel.from_pretrained(split, f"{path} adapter")  # not to be trained
+torch.manual_seed(0)
+want = PeftModel.from_pretrained(swapped(), f"{path} adapter")(ids).logits
+assert relative_error(used(ids).logits, want) < 1e-5
+try:
+    get_peft_model(used.unload(), config(experts=False))
+    raise AssertionError("was added: nothing would add up its gradients")
+except NotImplementedError as error:
+    assert "fully_shard (or DistributedConfig(fsdp_size=...)) has split this model" in str(error)
 
 # As on a Hopper GPU: weights that were packed before are split so, and others are gathered in the checkpoint's layout
 def hidden(model):
