@@ -108,12 +108,14 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         self.weights_only = False  # whether the files say W4A16, for which their static scales, if any, are not used
         self.dequantize = False  # a loading attribute of transformers' CompressedTensorsConfig
         self.unknown: dict[str, Any] = {}  # what other tools wrote, carried through
+        self.described = False  # whether this says what files are, and not how to make them
         self.unread: Exception | None = None  # of a folder that becomes NVFP4 if asked for: why nothing else reads it
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         config = {key: value for key, value in config_dict.items() if key not in REWRITTEN}
         own = config.pop("moe_nvfp4", None) or {}
+        described = bool(own)
         method = config.pop("quant_method", None)
         if method == "moe_nvfp4" and "quant_algo" not in config_dict:  # a dictionary of the fields of `cls`
             method = None
@@ -122,7 +124,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
             info = read_config(config_dict)
             if info is None:
                 raise ValueError(f"the quantization_config of quant_method {method!r} does not say NVFP4")
-            own = _said(info, own)
+            own, described = _said(info, own), True
             config.pop("ignore", None)
         elif not own:  # the fields of `cls` without a method
             own, config = config, {}
@@ -133,7 +135,9 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                 raise
             raise ValueError(f"moe_nvfp4 in the quantization_config of config.json makes no sense ({error}): download "
                              "it again") from None  # fmt: skip
-        result.unknown, result.chosen = config, {}
+        result.unknown, result.described = config, described
+        if described:
+            result.chosen = {}
         result.weights_only = info is not None and info.activations == "bf16"
         return (result, {}) if return_unused_kwargs else result
 
@@ -153,7 +157,10 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     def get_loading_attributes(self) -> dict[str, Any]:
         """For transformers, which sets these attributes of the config that a folder's config.json says: the fields that
         the user gave, and which quantizer is to load the folder. `resolve` takes them from there."""
-        return {**self.chosen, "quant_method": self.quant_method, ASKED: self}
+        said = {"activations": self.activations} if self.described or self.activations != "bf16" else {}
+        if self.linears == "dense":
+            said["linears"] = "dense"
+        return {**self.chosen, **said, "quant_method": self.quant_method, ASKED: self}
 
     def excludes(self, module_name: str) -> bool:
         """Whether the experts module `module_name` is to be left alone."""
@@ -209,6 +216,16 @@ def check_for_dense(config: MoeNvfp4Config) -> None:
         raise ValueError(
             f"linears={config.linears!r} would have no effect: it is for files that are NVFP4 already. Leave it out or "
             "name the linears that are to become 4-bit ('attention', 'shared', 'mlp', 'lm_head', 'all')"
+        )
+
+
+def check_says_how(config: MoeNvfp4Config) -> None:
+    """ValueError for a config that says what NVFP4 files hold, where such files are to be made."""
+    if config.described:
+        raise ValueError(
+            "this quantization_config says what 4-bit files hold (a config.json has it, and to_dict() writes it), not "
+            "how to make them of other files: give MoeNvfp4Config(recipe=..., linears=...), or a dictionary "
+            'of its fields, {"quant_method": "moe_nvfp4", "recipe": ..., "linears": ...}'
         )
 
 

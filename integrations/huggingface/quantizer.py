@@ -18,7 +18,12 @@ from transformers.utils import logging
 
 from moe_nvfp4.format import is_global_scale
 from moe_nvfp4.integrations.huggingface.calibration import importance_for_load
-from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_for_dense, resolve
+from moe_nvfp4.integrations.huggingface.config import (
+    MoeNvfp4Config,
+    check_for_dense,
+    check_says_how,
+    resolve,
+)
 from moe_nvfp4.integrations.huggingface.converters import (
     Conversions,
     choose_linears,
@@ -190,6 +195,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
             config.ignore = ignore_list(source)
         else:
             self.pre_quantized = self.pre_quantized or is_nvfp4(tensors)  # whatever config.json says
+        if not self.pre_quantized:
+            check_says_how(config)
         self.four_bit = self.pre_quantized or self.converts
         self.mtp = mtp_tensors(model, tensors, checkpoint_files or [], self.converts)
         modules = find_experts(model, config, required=not self.four_bit)

@@ -27,6 +27,7 @@ from moe_nvfp4.integrations.huggingface import (
 )
 from moe_nvfp4.integrations.huggingface import experts as hf_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import THRESHOLDS, relative_error, stand_for_hopper
 from tests.folders import change_config, fp8
@@ -546,6 +547,27 @@ def test_unknown_fields_are_refused_with_the_nearest(tmp_path):
     swap_experts(make(qwen3_moe), progress=False).save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="has no field 'linear' .did you mean 'linears'"):
         checkpoint_config(tmp_path, linear="dense")
+
+
+def test_a_config_from_a_dictionary_counts(tmp_path):
+    """One of fields does as if they were given one by one. One that describes files chooses what it says of calls, and
+    makes no other files 4-bit, for which it does not say which linears."""
+    dense, nvfp4 = folder(tmp_path, qwen3_moe), tmp_path / "nvfp4"
+    swap_experts(load(dense), progress=False).save_pretrained(nvfp4)
+    chosen = MoeNvfp4Config(activations="nvfp4")
+    model = load(nvfp4, quantization_config=chosen)
+    of_fields = {"quant_method": "moe_nvfp4", "activations": "nvfp4"}
+    described = (chosen.to_dict(), model.config.quantization_config.to_dict())
+    others = [MoeNvfp4Config.from_dict(d) for d in (of_fields, *described)]
+    for config in (*others, model.config.quantization_config):
+        assert torch.equal(logits(load(nvfp4, quantization_config=config)), logits(model))
+    attention = {"quant_method": "moe_nvfp4", "linears": "attention"}
+    assert isinstance(load(dense, quantization_config=attention).model.layers[0].self_attn.q_proj, NVFP4Linear)
+    with pytest.raises(ValueError, match="linears='attention' would have no effect"):
+        load(nvfp4, quantization_config=MoeNvfp4Config.from_dict(attention))
+    for config in (MoeNvfp4Config(linears="attention").to_dict(), model.config.quantization_config):
+        with pytest.raises(ValueError, match="says what 4-bit files hold .*, not how to make them of other files"):
+            load(dense, quantization_config=config)
 
 
 def test_what_other_tools_wrote_is_carried_through(tmp_path):
