@@ -211,16 +211,13 @@ def loading_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_for_dense(config: MoeNvfp4Config) -> None:
-    """ValueError for what has no effect on weights that are not NVFP4 yet."""
+    """ValueError for a config of weights that are not NVFP4 yet that is about NVFP4 files: one that chooses what
+    becomes of their linears, which would have no effect, or says what they hold."""
     if as_wanted(config.chosen.get("linears")) and isinstance(config.linears, str):
         raise ValueError(
             f"linears={config.linears!r} would have no effect: it is for files that are NVFP4 already. Leave it out or "
             "name the linears that are to become 4-bit ('attention', 'shared', 'mlp', 'lm_head', 'all')"
         )
-
-
-def check_says_how(config: MoeNvfp4Config) -> None:
-    """ValueError for a config that says what NVFP4 files hold, where such files are to be made."""
     if config.described:
         raise ValueError(
             "this quantization_config says what 4-bit files hold (a config.json has it, and to_dict() writes it), not "

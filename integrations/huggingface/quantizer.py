@@ -18,12 +18,7 @@ from transformers.utils import logging
 
 from moe_nvfp4.format import is_global_scale
 from moe_nvfp4.integrations.huggingface.calibration import importance_for_load
-from moe_nvfp4.integrations.huggingface.config import (
-    MoeNvfp4Config,
-    check_for_dense,
-    check_says_how,
-    resolve,
-)
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_for_dense, resolve
 from moe_nvfp4.integrations.huggingface.converters import (
     Conversions,
     choose_linears,
@@ -126,8 +121,6 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self.converts = converts
         self.pre_quantized = self.pre_quantized and not converts
         self.four_bit = self.pre_quantized  # whether the files are NVFP4, or are read as such
-        if not self.four_bit:
-            check_for_dense(quantization_config)
         self.linears: LinearConverter | None = None  # converts quantized linears in files, for loading and saving
         self.chosen = Chosen()  # the linears of a dense model that become 4-bit, after it is loaded
         self.importance: Importance | None = None  # for a recipe that uses data, while it quantizes
@@ -196,7 +189,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         else:
             self.pre_quantized = self.pre_quantized or is_nvfp4(tensors)  # whatever config.json says
         if not self.pre_quantized:
-            check_says_how(config)
+            check_for_dense(config)
         self.four_bit = self.pre_quantized or self.converts
         self.mtp = mtp_tensors(model, tensors, checkpoint_files or [], self.converts)
         modules = find_experts(model, config, required=not self.four_bit)

@@ -26,7 +26,7 @@ from moe_nvfp4.integrations.huggingface.calibration import (
     importance_of_file,
     model_importance,
 )
-from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_for_dense
 from moe_nvfp4.integrations.huggingface.converters import choose_linears, model_conversions
 from moe_nvfp4.integrations.huggingface.experts import (
     HALF_SWAPPED,
@@ -111,6 +111,7 @@ def swap_experts(
         check_cpu_experts(cpu_experts, type(model).__name__, len(groups) + len(done))
     for names, module, layout in groups.values():
         _check_weights(names[0], module, layout)
+    check_for_dense(config)
     quantizer = MoeNvfp4Quantizer(config, pre_quantized=False)
     with _whole(done):
         quantizer.chosen = choose_linears(model, config)

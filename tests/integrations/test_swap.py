@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import pickle
 import weakref
 from types import MethodType
@@ -613,6 +614,17 @@ def test_a_choice_for_4_bit_files_is_refused_for_dense_weights(linears, tmp_path
         swap_experts(model, linears=linears, progress=False)
     assert torch.equal(logits(model), before)
     load(source, quantization_config=MoeNvfp4Config(linears=[]))  # none are named
+
+
+@pytest.mark.parametrize("linears, becomes", [("dense", torch.nn.Linear), ("packed", NVFP4Linear)])
+def test_a_choice_for_4_bit_files_counts_whatever_config_json_says(linears, becomes, tmp_path):
+    swap_experts(make(qwen3_moe), linears="attention", progress=False).save_pretrained(tmp_path / "nvfp4")
+    config = json.loads((tmp_path / "nvfp4/config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "nvfp4/config.json").write_text(json.dumps(config))
+    (tmp_path / "nvfp4/hf_quant_config.json").unlink(missing_ok=True)
+    model = load(tmp_path / "nvfp4", quantization_config=MoeNvfp4Config(linears=linears))
+    assert type(model.model.layers[0].self_attn.q_proj) is becomes
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
