@@ -29,7 +29,12 @@ from transformers.utils import logging
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout
 from moe_nvfp4.integrations.huggingface.linears import copy_of
-from moe_nvfp4.integrations.huggingface.packed import PackedConverter, check_sharding, splits_matrices
+from moe_nvfp4.integrations.huggingface.packed import (
+    PackedConverter,
+    check_sharding,
+    dims_that_split_matrices,
+    splits_matrices,
+)
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.importance import Importance
@@ -352,10 +357,8 @@ def _global_amax(dense: Any, param: DTensor) -> dict[int, Tensor]:
     if not amax:
         return {}
     largest = torch.stack([*amax.values()])
-    for dim, placement in enumerate(param.placements):
-        if hasattr(placement, "dim") and placement.dim % param.ndim != 0:
-            group = param.device_mesh.get_group(dim)
-            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    for dim in dims_that_split_matrices(param):
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=param.device_mesh.get_group(dim))
     return dict(zip(amax, largest, strict=True))
 
 

@@ -292,4 +292,11 @@ def ranks_of_a_row(param: Tensor) -> Any:
 
 def splits_matrices(param: Tensor) -> bool:
     """Whether ranks hold parts of each matrix of the parameter [E, N, K/2], not only some of the experts."""
-    return isinstance(param, DTensor) and any(hasattr(p, "dim") and p.dim % param.ndim != 0 for p in param.placements)
+    return bool(dims_that_split_matrices(param))
+
+
+def dims_that_split_matrices(param: Tensor) -> list[int]:
+    """The dimensions of the device mesh over which ranks hold parts of each matrix, and not other experts."""
+    if not isinstance(param, DTensor):
+        return []
+    return [i for i, p in enumerate(param.placements) if hasattr(p, "dim") and p.dim % param.ndim != 0]

@@ -36,9 +36,9 @@ Also used, though transformers does not document it (tested with 5.17 and 5.24, 
                           pass the model), get_new_dtype, param_needs_quantization, param_element_size,
                           update_parallel_plan, get_quantize_ops, get_state_dict_and_metadata
     utils.import_utils    is_serve_available
-    a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, _ep_plan, _tp_size,
-                          all_tied_weights_keys, _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected,
-                          _can_compile_fullgraph, _get_dtype_plan;
+    a model               _weight_conversions, hf_quantizer, is_quantized, quantization_method, _tp_plan, _ep_plan,
+                          _tp_size, all_tied_weights_keys, _keys_to_ignore_on_load_missing,
+                          _keys_to_ignore_on_load_unexpected, _can_compile_fullgraph, _get_dtype_plan;
                           get_compiled_call, which `use_cuda_graphs` replaces, and _get_resized_lm_head and
                           save_pretrained, which a 4-bit model has of its own
     a config              _experts_implementation, _experts_implementation_internal, _is_quantized
