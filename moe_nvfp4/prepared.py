@@ -323,13 +323,13 @@ def in_fsdp(module: nn.Module) -> bool:
     split = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if split is None or not split.__subclasses__():  # it has not been used in this process
         return False
-    if not any(module in inside for inside in _in_fsdp.values()):
-        found = [o for o in gc.get_objects() if issubclass(type(o), split)]  # the only way from a module to its parents
-        _in_fsdp.update({whole: WeakSet(whole.modules()) for whole in found})
-    return any(module in inside for inside in _in_fsdp.values())
+    if module not in _in_fsdp:
+        for whole in (o for o in gc.get_objects() if issubclass(type(o), split)):  # the only way to a module's parents
+            _in_fsdp.update(whole.modules())
+    return module in _in_fsdp
 
 
-_in_fsdp: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
+_in_fsdp: WeakSet[nn.Module] = WeakSet()
 
 
 def packed_matrix(backend: str, codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, tuple[Any, tuple]]:
@@ -351,13 +351,14 @@ _only_shapes = False
 
 @contextmanager
 def only_shapes() -> Iterator[None]:
-    """For state dicts of which only shapes are read: nothing waits for other ranks."""
+    """For state dicts of which only shapes are read: nothing waits for other ranks. Other threads' state dicts wait."""
     global _only_shapes
-    _only_shapes, before = True, _only_shapes
-    try:
-        yield
-    finally:
-        _only_shapes = before
+    with changing:
+        _only_shapes, before = True, _only_shapes
+        try:
+            yield
+        finally:
+            _only_shapes = before
 
 
 _held = 0  # how many captures hold the weights' memory themselves
