@@ -250,13 +250,13 @@ class MoeNvfp4Config(QuantizationConfig):
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-        from moe_nvfp4.integrations.vllm import engine
+        from moe_nvfp4.integrations.vllm import engine, mends
         from moe_nvfp4.integrations.vllm.arrived import check_loads
         from moe_nvfp4.integrations.vllm.hidden import show_what_is_hidden
         from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
         from moe_nvfp4.integrations.vllm.method import DenseLinearMethod, MoeNvfp4Method
 
-        engine.complete()
+        mends.complete()
         check_loads()
         show_what_is_hidden()
         prefix = prefix.removeprefix("draft_model.")  # a draft model's prefix, which ignore lists do not have

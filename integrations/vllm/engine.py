@@ -25,7 +25,6 @@ from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
@@ -33,6 +32,7 @@ from moe_nvfp4.backends import Device, named
 from moe_nvfp4.integrations.placement import COPIED, SCRATCH
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.config import READERS, version
+from moe_nvfp4.integrations.vllm.mends import complete_adapters
 from moe_nvfp4.integrations.vllm.reload import check_reloads
 from moe_nvfp4.integrations.vllm.unwritten import Converted, tensors
 from moe_nvfp4.quantize.dialects.compressed_tensors import FORMAT
@@ -216,6 +216,7 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
         _refuse_by_request(layer, adapter)
     check_reloads()
     if lora is not None:
+        complete_adapters()
         check_adapters()
     if by_request:
         from moe_nvfp4.integrations.vllm import lora as experts_with_lora
@@ -241,91 +242,6 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
             f"{name}: {moe.intermediate_size} channels are not a multiple of {moe.tp_size} ranks: choose another "
             "--tensor-parallel-size, or --enable-expert-parallel"
         )
-
-
-def complete() -> None:
-    """Mend what vLLM itself gets wrong: its kernels for CPUs (0.32), and a loader. Called before a model makes its
-    layers."""
-    complete_router()
-    complete_rope()
-    complete_loader()
-
-
-def complete_router() -> None:
-    """Have vLLM's router for CPUs (0.32) use all that it is given: for experts without groups it leaves out the
-    correction bias and the scaling factor, and fails with sigmoid scores."""
-    try:
-        from vllm.model_executor.layers.fused_moe.router import cpu_router
-    except ImportError:
-        return
-    before = cpu_router.CPURouter._compute_routing
-    if hasattr(before, "complete"):
-        return
-
-    def _compute_routing(self, hidden_states, router_logits, *others, **named):
-        scaling, bias = self.routed_scaling_factor, self.e_score_correction_bias
-        whole = self.scoring_func == "sqrtsoftplus" or self.scoring_func == "softmax" and bias is None and scaling == 1
-        if whole or self.use_grouped_topk or self.custom_routing_function is not None:
-            return before(self, hidden_states, router_logits, *others, **named)
-        # all experts are one group
-        return cpu_router._grouped_topk(
-            router_logits, self.top_k, self.renormalize, 1, 1, self.scoring_func, scaling, bias
-        )
-
-    _compute_routing.complete = True  # type: ignore[attr-defined]
-    cpu_router.CPURouter._compute_routing = _compute_routing
-
-
-def complete_rope() -> None:
-    """Have vLLM's rotary embedding for CPUs (0.32) turn a query [T, heads, size] as it turns one [T, heads * size]. Its
-    kernel turns other numbers, which is seen in latent attention without YaRN (GLM-4.7-Flash)."""
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    before = RotaryEmbedding.forward_cpu
-    if hasattr(before, "complete"):
-        return
-
-    def forward_cpu(self, positions, query, key=None):
-        if query.dim() < 3:
-            return before(self, positions, query, key)
-        found = self.forward_native(positions, query, key)
-        for given, turned in zip((query, key), found, strict=True):  # in place, as the kernel
-            if given is not None:
-                given.copy_(turned)
-        return query, key
-
-    forward_cpu.complete = True  # type: ignore[attr-defined]
-    RotaryEmbedding.forward_cpu = forward_cpu
-
-
-def complete_loader() -> None:
-    """Have vLLM's loader of experts take the correction bias of their router where it is theirs (Laguna), over which it
-    passes, and gate and up of one expert where a model's mapper calls both gate_up_proj, as of a dense MLP (Aria)."""
-    before = RoutedExperts.load_weights
-    if hasattr(before, "complete"):
-        return
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-        name, came = "e_score_correction_bias", []
-        parts = self.ckpt_gate_proj_name, self.ckpt_up_proj_name
-
-        def others() -> Iterator[tuple[str, Tensor]]:
-            for key, tensor in weights:
-                if key == name and getattr(self, name, None) is not None:
-                    bias = self.get_parameter(name)
-                    getattr(bias, "weight_loader", default_weight_loader)(bias, tensor)
-                    came.append(name)
-                    continue
-                e, _, rest = key.partition(".gate_up_proj.")
-                if e.isdecimal() and hasattr(tensor, "shard_id"):
-                    key = f"{e}.{parts[tensor.shard_id]}.{rest}"
-                yield key, tensor
-
-        yield from before(self, others())
-        yield from came
-
-    load_weights.complete = True  # type: ignore[attr-defined]
-    RoutedExperts.load_weights = load_weights
 
 
 def chosen_by_request() -> bool:

@@ -26,6 +26,7 @@ def model(tmp_path_factory):
     folder(root, lambda: qwen3_moe(E, I, head_dim=32, hidden_size=H))
     for name, parameters, more in (("both", BOTH, {}), ("down", BOTH[1:], {"use_rslora": True}),
                                    ("attention", BOTH, {"target_modules": ["q_proj"]}), ("more", BOTH, {"r": 11}),
+                                   ("linears", [], {"target_modules": ["q_proj"], "lora_alpha": 20}),
                                    ("wide", BOTH, {"r": 16})):  # fmt: skip
         config = LoraConfig(**{"r": R, "lora_alpha": 6, "target_modules": [], "target_parameters": parameters,
                                "init_lora_weights": False} | more)  # fmt: skip
@@ -296,6 +297,7 @@ def test_each_request_chooses(model, nvfp4, by_peft, tmp_path, monkeypatch):
         [None] * 8,
         ["down", "both", "more", "both single", "down", "both", "more", "both single"],
         ["attention", "both", "attention", "more", "attention", "both single", "attention", "attention"],
+        ["attention", None, "linears", None, None, "attention", None, "linears"],  # in all slots
     ):
         same(choose(names), by_peft(["both" if name == "both single" else name for name in names]))
     refused = {
@@ -341,7 +343,7 @@ def test_all_modules_may_have_adapters(model, nvfp4, by_peft):
 
     from tests.integrations.vllm_engine import NEW, PROMPTS, engine, lora
 
-    llm = engine(nvfp4, max_loras=5, **FEW)  # on a CPU linears give a request without an adapter the last slot's
+    llm = engine(nvfp4, max_loras=4, **FEW)
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     for names in [None] * 8, ["both", None, "attention", "more", "both", None, "more", "down"]:
         requests = [name and lora(model / name) for name in names]

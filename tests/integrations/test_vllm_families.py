@@ -13,7 +13,7 @@ from tests.models import SMALL, tensors
 pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
 
 import moe_nvfp4.integrations.huggingface  # noqa: E402, F401
-from moe_nvfp4.integrations.vllm import engine  # noqa: E402
+from moe_nvfp4.integrations.vllm import mends  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.options import Options  # noqa: E402
 from tests.integrations.test_vllm import same  # noqa: E402
@@ -62,7 +62,7 @@ def made(family, path, **options):
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "nvfp4", dtype=torch.float32)
     model.dequantize()
     model.save_pretrained(path / "dequantized")
-    engine.complete()  # as beside our experts
+    mends.complete()  # as beside our experts
     return path / "bf16", path / "nvfp4", generate(path / "dequantized")
 
 

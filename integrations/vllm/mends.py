@@ -1,0 +1,116 @@
+"""What vLLM itself gets wrong, put right in this process: its kernels for CPUs (0.32), and a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+
+def complete() -> None:
+    """Mend all but adapters. Called before a model makes its layers."""
+    complete_router()
+    complete_rope()
+    complete_loader()
+
+
+def complete_router() -> None:
+    """Have vLLM's router for CPUs (0.32) use all that it is given: for experts without groups it leaves out the
+    correction bias and the scaling factor, and fails with sigmoid scores."""
+    try:
+        from vllm.model_executor.layers.fused_moe.router import cpu_router
+    except ImportError:
+        return
+    before = cpu_router.CPURouter._compute_routing
+    if hasattr(before, "complete"):
+        return
+
+    def _compute_routing(self, hidden_states, router_logits, *others, **named):
+        scaling, bias = self.routed_scaling_factor, self.e_score_correction_bias
+        whole = self.scoring_func == "sqrtsoftplus" or self.scoring_func == "softmax" and bias is None and scaling == 1
+        if whole or self.use_grouped_topk or self.custom_routing_function is not None:
+            return before(self, hidden_states, router_logits, *others, **named)
+        # all experts are one group
+        return cpu_router._grouped_topk(
+            router_logits, self.top_k, self.renormalize, 1, 1, self.scoring_func, scaling, bias
+        )
+
+    _compute_routing.complete = True  # type: ignore[attr-defined]
+    cpu_router.CPURouter._compute_routing = _compute_routing
+
+
+def complete_rope() -> None:
+    """Have vLLM's rotary embedding for CPUs (0.32) turn a query [T, heads, size] as it turns one [T, heads * size]. Its
+    kernel turns other numbers, which is seen in latent attention without YaRN (GLM-4.7-Flash)."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    before = RotaryEmbedding.forward_cpu
+    if hasattr(before, "complete"):
+        return
+
+    def forward_cpu(self, positions, query, key=None):
+        if query.dim() < 3:
+            return before(self, positions, query, key)
+        found = self.forward_native(positions, query, key)
+        for given, turned in zip((query, key), found, strict=True):  # in place, as the kernel
+            if given is not None:
+                given.copy_(turned)
+        return query, key
+
+    forward_cpu.complete = True  # type: ignore[attr-defined]
+    RotaryEmbedding.forward_cpu = forward_cpu
+
+
+def complete_loader() -> None:
+    """Have vLLM's loader of experts take the correction bias of their router where it is theirs (Laguna), over which it
+    passes, and gate and up of one expert where a model's mapper calls both gate_up_proj, as of a dense MLP (Aria)."""
+    before = RoutedExperts.load_weights
+    if hasattr(before, "complete"):
+        return
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        name, came = "e_score_correction_bias", []
+        parts = self.ckpt_gate_proj_name, self.ckpt_up_proj_name
+
+        def others() -> Iterator[tuple[str, Tensor]]:
+            for key, tensor in weights:
+                if key == name and getattr(self, name, None) is not None:
+                    bias = self.get_parameter(name)
+                    getattr(bias, "weight_loader", default_weight_loader)(bias, tensor)
+                    came.append(name)
+                    continue
+                e, _, rest = key.partition(".gate_up_proj.")
+                if e.isdecimal() and hasattr(tensor, "shard_id"):
+                    key = f"{e}.{parts[tensor.shard_id]}.{rest}"
+                yield key, tensor
+
+        yield from before(self, others())
+        yield from came
+
+    load_weights.complete = True  # type: ignore[attr-defined]
+    RoutedExperts.load_weights = load_weights
+
+
+def complete_adapters() -> None:
+    """Have vLLM's LoRA for CPUs (0.32) add nothing for tokens without an adapter. Their slot is -1, with which it finds
+    the last slot: they get the adapter that is there."""
+    from vllm.lora.ops.torch_ops import lora_ops  # takes a second to import
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    if hasattr(lora_ops.bgmv_expand, "complete"):
+        return
+
+    def whole(expand: Callable[..., None]) -> Callable[..., None]:
+        def complete(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, *others: Any, **named) -> None:
+            expand(inputs.masked_fill(slots[:, None] < 0, 0), weights, output, slots, *others, **named)
+
+        complete.complete = True  # type: ignore[attr-defined]
+        return complete
+
+    for name in ("bgmv_expand", "bgmv_expand_slice"):  # all others call them
+        mended = whole(getattr(lora_ops, name))
+        for module in lora_ops, punica_cpu:
+            setattr(module, name, mended)
