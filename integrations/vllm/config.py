@@ -359,8 +359,9 @@ class MoeNvfp4Config(QuantizationConfig):
             self.base.packed_modules_mapping = mapping
 
     def apply_vllm_mapper(self, mapper) -> None:
-        from moe_nvfp4.integrations.vllm import engine
+        from moe_nvfp4.integrations.vllm import engine, mends
 
+        mends.complete()  # of a model of transformers, which vLLM changes before it asks about a layer
         if self.base is not None:
             self.ignore += engine.renamed(self.base, mapper)
             # vLLM translates names, not expressions, which compressed-tensors' lists consist of

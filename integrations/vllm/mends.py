@@ -1,11 +1,12 @@
-"""What vLLM itself gets wrong, put right in this process: its kernels for CPUs (0.32), and a loader."""
+"""What vLLM itself gets wrong, put right in this process: its kernels for CPUs (0.32), a loader, and what it makes of
+transformers' models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -15,6 +16,7 @@ def complete() -> None:
     complete_router()
     complete_rope()
     complete_loader()
+    complete_fuser()
 
 
 def complete_router() -> None:
@@ -92,6 +94,26 @@ def complete_loader() -> None:
 
     load_weights.complete = True  # type: ignore[attr-defined]
     RoutedExperts.load_weights = load_weights
+
+
+def complete_fuser() -> None:
+    """Have vLLM (0.32) route tokens by itself in a model of transformers (--model-impl transformers) only where the
+    block that it replaces has no weights but in its modules. It leaves out others, as the correction bias of MiniMax-M2
+    and HY-V3, and the latter's scaling. There the model's own router goes on."""
+    try:
+        from vllm.model_executor.models.transformers.fusers.moe import MoEBlockFuser
+    except ImportError:
+        return
+    before = MoEBlockFuser.match
+    if hasattr(before, "complete"):
+        return
+
+    def match(moe_block: nn.Module, experts_name: str) -> Any:
+        own = [*moe_block.parameters(recurse=False), *moe_block.buffers(recurse=False)]
+        return None if own else before(moe_block, experts_name)
+
+    match.complete = True  # type: ignore[attr-defined]
+    MoEBlockFuser.match = staticmethod(match)
 
 
 def complete_adapters() -> None:

@@ -36,7 +36,7 @@ if not current_platform.is_cpu():
 
 from moe_nvfp4 import cli  # noqa: E402
 from moe_nvfp4.integrations.vllm import config as vllm_config  # noqa: E402
-from moe_nvfp4.integrations.vllm import engine  # noqa: E402
+from moe_nvfp4.integrations.vllm import engine, mends  # noqa: E402
 from moe_nvfp4.integrations.vllm.arrived import _checking, left, mark  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.options import Options  # noqa: E402
@@ -255,12 +255,30 @@ def test_aria(tmp_path):
     same(found, by_transformers(path, prompts, model=AriaForConditionalGeneration))
 
 
+def hy_v3():
+    """The correction bias is the block's, and the router scales what it chooses."""
+    from transformers import HYV3Config, HYV3ForCausalLM
+
+    return HYV3ForCausalLM(HYV3Config(
+        **SMALL | dict(head_dim=32, hidden_size=128, intermediate_size=96, moe_intermediate_size=64), num_experts=8,
+        num_experts_per_tok=2, first_k_dense_replace=1, router_scaling_factor=2.5))  # fmt: skip
+
+
+def test_routing_in_a_model_of_transformers(tmp_path):
+    """vLLM replaces the block that routes, and leaves out what the block itself has."""
+    source = folder(tmp_path, hy_v3)
+    assert any(name.endswith("expert_bias") and t.std() > 0.01 for name, t in tensors(source).items())
+    convert_checkpoint(source, tmp_path / "nvfp4", progress=False)
+    expected = by_transformers(tmp_path / "nvfp4")
+    same(generate(tmp_path / "nvfp4", model_impl="transformers"), expected)
+
+
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_the_router_of_cpus(scores):
     """All that it is given, in float64, written out."""
     from vllm.model_executor.layers.fused_moe.router import cpu_router
 
-    engine.complete_router()
+    mends.complete_router()
     logits, bias = 2 * torch.randn(50, 8), torch.randn(8)
     s = logits.double().sigmoid() if scores == "sigmoid" else logits.double().exp() / logits.double().exp().sum(1, True)
     for renormalize in (True, False):
@@ -298,7 +316,7 @@ def test_the_rope_of_cpus(neighbours):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    engine.complete_rope()
+    mends.complete_rope()
     T, heads, size, at = 5, 3, 64, torch.arange(5) + 2
     with set_current_vllm_config(VllmConfig()):
         rope = RotaryEmbedding(size, size, 32, 1e4, not neighbours, torch.float32)
