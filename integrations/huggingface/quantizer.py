@@ -6,6 +6,7 @@ import re
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,13 @@ from moe_nvfp4.integrations.huggingface.linears import (
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu, layers_on_cpu
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, ranks_of_a_row
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
-from moe_nvfp4.integrations.huggingface.savable import activations_of, check_format, check_savable, pipeline_stages
+from moe_nvfp4.integrations.huggingface.savable import (
+    activations_of,
+    check_format,
+    check_savable,
+    pipeline_stages,
+    refuse_part,
+)
 from moe_nvfp4.integrations.huggingface.unwritten import (
     UnwrittenConverter,
     ignore_list,
@@ -285,6 +292,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if isinstance(model, PreTrainedModel):
             model._get_resized_lm_head = self.resized_head
             model.save_pretrained = self.save_pretrained
+            for part in _models_inside(model):
+                if any(isinstance(m, (HFExperts, NVFP4Linear)) for m in part.modules()):
+                    part.save_pretrained = partial(refuse_part, type(part).__name__)
 
     def _name_dense(self, model: nn.Module, experts: Iterable[str], excluded: Iterable[str]) -> None:
         """Add the modules of `model` that are dense to the config's ignore list."""
@@ -576,7 +586,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         model, and loading needs them until then."""
         kept = getattr(model, "_weight_conversions", None)
         for name in ("_get_resized_lm_head", "save_pretrained"):
-            vars(model).pop(name, None)
+            for module in (model, *_models_inside(model)):
+                vars(module).pop(name, None)
         super().remove_quantization_config(model)
         if kept is not None:
             model._weight_conversions = kept
@@ -606,6 +617,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
             model.set_submodule(name, dense[id(module)])
         model._weight_conversions = self.conversions.for_dense()
         return model
+
+
+def _models_inside(model: nn.Module) -> list[Any]:
+    """The models of transformers inside `model`: its body, a language model, ..."""
+    return [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
 
 
 def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:

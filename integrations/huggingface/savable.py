@@ -69,6 +69,16 @@ def check_savable(model: Any, state: Mapping[str, Tensor] | None = None) -> None
         _check_state(model, state)
 
 
+def refuse_part(name: str, *args: Any, **kwargs: Any) -> None:
+    """In place of `save_pretrained` of a model inside another that became 4-bit, of the class `name`: it knows nothing of
+    its 4-bit layers, so their scales would have names, and its config be one, that nothing reads."""
+    raise NotImplementedError(
+        f"{name} is a part of a 4-bit model, and nothing would read its files: save the whole, load the part from that "
+        "(AutoModel, or AutoModelForCausalLM for a language model), and save what this returns; or dequantize() the "
+        "whole before"
+    )
+
+
 def pipeline_stages(model: Any) -> int:
     """Over how many ranks transformers has split the layers of `model`, or will while it loads."""
     return getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1

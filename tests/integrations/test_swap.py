@@ -462,6 +462,20 @@ def test_a_part_of_a_model_is_refused(tmp_path):
     assert torch.equal(*same)
 
 
+def test_a_part_of_a_4_bit_model_is_not_saved(tmp_path):
+    """It would be written without a word, and read by nothing: scales had the names of the module's parameters."""
+    whole = swap_experts(make(qwen3_moe, torch.float32), linears="attention", progress=False)
+    for part in (whole.model, copy.deepcopy(whole).model, pickle.loads(pickle.dumps(whole)).model):
+        with pytest.raises(NotImplementedError, match="Qwen3MoeModel is a part of a 4-bit model, .*: save the whole"):
+            part.save_pretrained(tmp_path / "body")
+    assert not (tmp_path / "body").exists()
+    whole.dequantize()
+    whole.model.save_pretrained(tmp_path / "body")
+    with torch.no_grad():
+        same = [m(IDS)[0] for m in (whole.model, AutoModel.from_pretrained(tmp_path / "body", dtype=torch.float32))]
+    assert torch.equal(*same)
+
+
 @pytest.mark.slow
 def test_a_part_of_a_model_that_was_loaded_is_refused(tmp_path):
     """Layers of it, and a body that was loaded by itself and put into a whole."""
