@@ -97,6 +97,7 @@ class MoeNvfp4Config(QuantizationConfig):
         self.experts: list[str] = []  # the experts modules that vLLM has asked about
         self.has_said = False  # how vLLM runs linears
         self.said: dict[str, Any] = {}  # what the model's config says of the experts' gate
+        self.drafts = ""  # vLLM's name of a layer for drafts that files call otherwise
         if base is not None:
             self.packed_modules_mapping = base.packed_modules_mapping
 
@@ -184,6 +185,8 @@ class MoeNvfp4Config(QuantizationConfig):
             )
         self.choose(told(hf_config))
         self.said = gate_settings(hf_config)
+        if getattr(hf_config, "model_type", None) == "ernie4_5_moe":
+            self.drafts = f"model.layers.{hf_config.num_hidden_layers}."
         if self.placement.wanted == "auto" and current_platform.is_cpu():
             raise no_gpu()
         if self.adapter is not None:
@@ -340,6 +343,8 @@ class MoeNvfp4Config(QuantizationConfig):
         """Whether the config's ignore list matches a module of vLLM, or all the modules that are fused into it."""
         if ".mixer." in prefix and self.ignores(prefix.replace(".mixer.", ".mamba.")):
             return True  # in vLLM a Mamba module of Granite 4, Falcon-H1 and Jamba has another name than its weights
+        if self.drafts and prefix.startswith(self.drafts):
+            prefix = prefix.replace(self.drafts, "model.mtp_block.0.")
         head, _, last = prefix.rpartition(".")
         parts = [f"{head}.{part}" for part in self.packed_modules_mapping.get(last, ())]
         # vLLM's Aria gives shared experts no name but the last one

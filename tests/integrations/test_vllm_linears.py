@@ -363,3 +363,23 @@ def test_a_dense_prediction_layer_drafts_for_4_bit_ones(dialect, tmp_path):
     want = generate(tmp_path / "nvfp4")
     drafted = generate(tmp_path / "nvfp4", speculative_config={"method": "mtp", "num_speculative_tokens": 1})
     same(drafted, want, prompts=7)
+
+
+def test_a_prediction_layer_that_vllm_renames(tmp_path):
+    """ERNIE 4.5's model.mtp_block.0 is model.layers.2 in vLLM, also where only experts are 4-bit."""
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    H, I = 128, 96
+    small = SMALL | dict(head_dim=32, hidden_size=H, intermediate_size=I, moe_intermediate_size=64)
+    source = folder(tmp_path, lambda: Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(
+        **small, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1, moe_layer_start_index=1,
+        num_nextn_predict_layers=1)))  # fmt: skip
+    files, of, block = tensors(source), "model.layers.1.", "model.mtp_block.0."
+    files |= {n.replace(of, block): t.clone() for n, t in files.items() if n.startswith(of) and ".mlp." not in n}
+    shapes = {"mtp_emb_norm.0": (H,), "mtp_hidden_norm.0": (H,), "mtp_linear_proj.0": (H, 2 * H)}
+    shapes |= {f"mtp_block.0.mlp.{n}_proj": (I, H) for n in ("gate", "up")} | {"mtp_block.0.mlp.down_proj": (H, I)}
+    files |= {f"model.{name}.weight": (0.2 * torch.randn(shape)).bfloat16() for name, shape in shapes.items()}
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    convert_checkpoint(source, tmp_path / "nvfp4", Options(), progress=False)
+    drafted = generate(tmp_path / "nvfp4", speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+    same(drafted, generate(tmp_path / "nvfp4"), prompts=7)
