@@ -262,8 +262,8 @@ def _judge(stem: str, packed: Matrix, original: Matrix) -> _Judged:
         moved = (packed_rows(a, b)[:, : w.shape[1]] / unit).sub_(w)
         error, norm, along = (_of_blocks(t) for t in (moved * moved, w * w, moved.mul_(w)))
         found.errors.add_squares(*(float(t.sum(dtype=torch.float64)) * unit**2 for t in (error, norm)))
-        # Twice what is lost, since norms of errors add up, and not their squares
-        lost = found.lost / unit**2
+        # Twice what is lost, since norms of errors add up, and not their squares. Finite in float32, for rows of zeros
+        lost = min(found.lost / unit**2, 1e30)
         at, worst = _worst((error - 2 * lost).clamp_(min=0), norm)
         columns, of_rows = norm.shape[1], norm.sum(dim=1)
         found.block = max(found.block, (math.sqrt(worst), a + at // columns, at % columns * SF_VEC_SIZE))

@@ -198,6 +198,20 @@ def test_what_gptq_does_is_let_pass(rows, tmp_path):
         verify_checkpoint(path, source)
 
 
+def test_rows_of_zeros_beside_numbers_that_vanish(tmp_path):
+    """Rows of a gate that is 1e-30 of its up become zeros, and those that were zeros stay so."""
+    files = experts(E=2)
+    gate = files[f"{MODULE}.1.gate_proj.weight"]
+    gate *= 1e-30
+    gate[7] = 0
+    source = folder(tmp_path / "a", files)
+    path = converted(source, tmp_path / "b")
+    config = config_of(path)
+    config["quantization_config"]["moe_nvfp4"]["recipe"] = "gptq"  # whose limit is the length of rows
+    edit_config(path, **config)
+    assert any("1.gate_proj: 1)" in line for line in verify_checkpoint(path, source).warnings)
+
+
 def test_input_scales_of_a_carried_folder(tmp_path):
     """They are the source's, or were left out for W4A16; a folder that says W4A4 has them."""
     source = carried("modelopt")(tmp_path / "a")
