@@ -70,8 +70,8 @@ def check_savable(model: Any, state: Mapping[str, Tensor] | None = None) -> None
 
 
 def refuse_part(name: str, *args: Any, **kwargs: Any) -> None:
-    """In place of `save_pretrained` of a model inside another that became 4-bit, of the class `name`: it knows nothing of
-    its 4-bit layers, so their scales would have names, and its config be one, that nothing reads."""
+    """In place of `save_pretrained` of a model inside one that became 4-bit, of the class `name`. It knows nothing of
+    its 4-bit layers: nothing would read the names of their scales, and its config may not say what they are."""
     raise NotImplementedError(
         f"{name} is a part of a 4-bit model, and nothing would read its files: save the whole, load the part from that "
         "(AutoModel, or AutoModelForCausalLM for a language model), and save what this returns; or dequantize() the "

@@ -328,10 +328,13 @@ class MoeNvfp4Config(QuantizationConfig):
         modules of the model have been made.
 
         whole  whether this process has all layers
-        dense  whether the model's config counts no experts
+        dense  whether a model without experts is dense, and no layer for drafts
         """
         if dense and not self.experts:
-            raise ValueError(f"--quantization {NAME}: this model has no experts, and its linears stay: leave it out")
+            raise ValueError(
+                f"--quantization {NAME}: in vLLM this model has no experts, and its linears stay: leave it out, or "
+                "--model-impl transformers, with which vLLM does not take some models' experts (gpt-oss) for its own"
+            )
         useless = [p for p in self.exclude if not any(matches(p, name) for name in self.experts)]
         if whole and useless:
             raise ValueError(

@@ -467,9 +467,11 @@ def model_folder() -> str | None:
 
 
 def whole_and_dense() -> tuple[bool, bool]:
-    """Whether this process has all layers of the model, and whether the model's config counts no experts."""
+    """Whether this process has all layers of the model, and whether a model in which vLLM finds no experts is dense:
+    its config counts none, or it is transformers' (others may be a layer for drafts)."""
     config = get_current_vllm_config()
-    return config.parallel_config.pipeline_parallel_size == 1, config.model_config.get_num_experts() == 0
+    whole, model = config.parallel_config.pipeline_parallel_size == 1, config.model_config
+    return whole, model.get_num_experts() == 0 or whole and model.using_transformers_backend()
 
 
 def current() -> VllmConfig:

@@ -273,6 +273,13 @@ def test_routing_in_a_model_of_transformers(tmp_path):
     same(generate(tmp_path / "nvfp4", model_impl="transformers"), expected)
 
 
+def test_experts_that_vllm_leaves_to_transformers(tmp_path):
+    """They would stay dense without a word."""
+    source = folder(tmp_path, lambda: gpt_oss(hidden_size=128, intermediate=96))
+    with pytest.raises(Exception, match="in vLLM this model has no experts, .*: leave it out, or --model-impl"):
+        generate(source, quantization="moe_nvfp4", model_impl="transformers")
+
+
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_the_router_of_cpus(scores):
     """All that it is given, in float64, written out."""
@@ -643,7 +650,7 @@ def test_options_without_an_effect_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=rf"exclude=\['\*.layers.9.\*'\] matches no .* this model has {here}$"):
         load([here], ["*.layers.0.*", "*.layers.9.*"])
     load([], [])  # a dense layer that drafts for a mixture of experts
-    with pytest.raises(ValueError, match="--quantization moe_nvfp4: this model has no experts"):
+    with pytest.raises(ValueError, match="--quantization moe_nvfp4: in vLLM this model has no experts"):
         load([], [], dense=True)
 
 
