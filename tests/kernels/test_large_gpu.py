@@ -66,8 +66,9 @@ def test_experts(backend, activations):
         with torch.no_grad():
             y = layer(x[here], ids[here], top_k_weights[here])
         found = y if count < T else y[rows]
-        # for many rows, torch's grouped product in the portable backend rounds h before its codes are chosen
-        limit = THRESHOLDS["half" if activations == "bf16" else "w4a4"] * (1 if activations == "bf16" else 3)
+        limit = THRESHOLDS["half" if activations == "bf16" else "w4a4"]
+        if backend == "portable" and activations == "nvfp4" and count == T:
+            limit *= 3  # torch's grouped product rounds h before its codes are chosen
         assert relative_error(found, want) < limit
 
 
