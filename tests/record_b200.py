@@ -39,7 +39,7 @@ GPU_TESTS = (
     "tests/integrations/test_graphs.py", "tests/integrations/test_vllm_gpu.py", "tests/integrations/test_mergeable.py",
     "tests/integrations/test_finegrained.py", "tests/core/test_layer.py", "tests/core/test_training.py",
     "tests/core/test_router.py", "tests/core/test_format.py", "tests/quantize/test_convert.py",
-    "tests/quantize/test_recipes.py",
+    "tests/quantize/test_recipes.py", "tests/kernels/test_large_gpu.py",
 )  # fmt: skip
 CASES = {9: "tests.kernels.hopper_instructions", 10: "tests.kernels.blackwell_instructions"}  # by compute capability
 LAYERS = (1, 1024, 512, 8, 2), (40, 1024, 512, 8, 2), (700, 512, 768, 4, 2), (3, 2880, 2880, 4, 4)  # T, H, I, E, top_k
