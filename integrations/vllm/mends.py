@@ -1,9 +1,10 @@
 """What vLLM itself gets wrong, put right in this process: its kernels for CPUs (0.32), a loader, and what it makes of
-transformers' models."""
+transformers' models. Each is put right once, however often it is asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ def complete() -> None:
     complete_fuser()
 
 
+@cache
 def complete_router() -> None:
     """Have vLLM's router for CPUs (0.32) use all that it is given: for experts without groups it leaves out the
     correction bias and the scaling factor, and fails with sigmoid scores."""
@@ -27,8 +29,6 @@ def complete_router() -> None:
     except ImportError:
         return
     before = cpu_router.CPURouter._compute_routing
-    if hasattr(before, "complete"):
-        return
 
     def _compute_routing(self, hidden_states, router_logits, *others, **named):
         scaling, bias = self.routed_scaling_factor, self.e_score_correction_bias
@@ -40,18 +40,16 @@ def complete_router() -> None:
             router_logits, self.top_k, self.renormalize, 1, 1, self.scoring_func, scaling, bias
         )
 
-    _compute_routing.complete = True  # type: ignore[attr-defined]
     cpu_router.CPURouter._compute_routing = _compute_routing
 
 
+@cache
 def complete_rope() -> None:
     """Have vLLM's rotary embedding for CPUs (0.32) turn a query [T, heads, size] as it turns one [T, heads * size]. Its
     kernel turns other numbers, which is seen in latent attention without YaRN (GLM-4.7-Flash)."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     before = RotaryEmbedding.forward_cpu
-    if hasattr(before, "complete"):
-        return
 
     def forward_cpu(self, positions, query, key=None):
         if query.dim() < 3:
@@ -62,16 +60,14 @@ def complete_rope() -> None:
                 given.copy_(turned)
         return query, key
 
-    forward_cpu.complete = True  # type: ignore[attr-defined]
     RotaryEmbedding.forward_cpu = forward_cpu
 
 
+@cache
 def complete_loader() -> None:
     """Have vLLM's loader of experts take the correction bias of their router where it is theirs (Laguna), over which it
     passes, and gate and up of one expert where a model's mapper calls both gate_up_proj, as of a dense MLP (Aria)."""
     before = RoutedExperts.load_weights
-    if hasattr(before, "complete"):
-        return
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         name, came = "e_score_correction_bias", []
@@ -92,10 +88,10 @@ def complete_loader() -> None:
         yield from before(self, others())
         yield from came
 
-    load_weights.complete = True  # type: ignore[attr-defined]
     RoutedExperts.load_weights = load_weights
 
 
+@cache
 def complete_fuser() -> None:
     """Have vLLM (0.32) route tokens by itself in a model of transformers (--model-impl transformers) only where the
     block that it replaces has no weights but in its modules. It leaves out others, as the correction bias of MiniMax-M2
@@ -105,31 +101,25 @@ def complete_fuser() -> None:
     except ImportError:
         return
     before = MoEBlockFuser.match
-    if hasattr(before, "complete"):
-        return
 
     def match(moe_block: nn.Module, experts_name: str) -> Any:
         own = [*moe_block.parameters(recurse=False), *moe_block.buffers(recurse=False)]
         return None if own else before(moe_block, experts_name)
 
-    match.complete = True  # type: ignore[attr-defined]
     MoEBlockFuser.match = staticmethod(match)
 
 
+@cache
 def complete_adapters() -> None:
     """Have vLLM's LoRA for CPUs (0.32) add nothing for tokens without an adapter. Their slot is -1, with which it finds
     the last slot: they get the adapter that is there."""
     from vllm.lora.ops.torch_ops import lora_ops  # takes a second to import
     from vllm.lora.punica_wrapper import punica_cpu
 
-    if hasattr(lora_ops.bgmv_expand, "complete"):
-        return
-
     def whole(expand: Callable[..., None]) -> Callable[..., None]:
         def complete(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, *others: Any, **named) -> None:
             expand(inputs.masked_fill(slots[:, None] < 0, 0), weights, output, slots, *others, **named)
 
-        complete.complete = True  # type: ignore[attr-defined]
         return complete
 
     for name in ("bgmv_expand", "bgmv_expand_slice"):  # all others call them
