@@ -585,8 +585,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """Also for transformers 5.24, which takes the conversions away: `_dequantize` has put in those of a dense
         model, and loading needs them until then."""
         kept = getattr(model, "_weight_conversions", None)
-        for name in ("_get_resized_lm_head", "save_pretrained"):
-            for module in (model, *_models_inside(model)):
+        for module in (model, *_models_inside(model)):
+            for name in ("_get_resized_lm_head", "save_pretrained"):
                 vars(module).pop(name, None)
         super().remove_quantization_config(model)
         if kept is not None:
