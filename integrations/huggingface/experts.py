@@ -8,7 +8,7 @@ decorator, serves nearly every family; `LAYOUTS` has the few that store or call 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 from types import MethodType
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging
@@ -459,6 +459,42 @@ def find_experts(
     if required:
         _check_excluded(model, config, found)
     return found
+
+
+def refuse_tied(model: Any, names: Iterable[str]) -> None:
+    """NotImplementedError for experts modules, of those `names` that no file has, which are tied to others."""
+    for name, other in _tied(model, names).items():
+        raise NotImplementedError(
+            f"{name} and {other} have the same weights (tied), which the files have once: 4-bit ones are not made of "
+            "them as they are read. Load the dense model, then swap_experts(model), which can be saved and loaded"
+        )
+
+
+def untie(model: Any, names: Iterable[str]) -> None:
+    """Have the 4-bit experts `names` keep weights of their own, also when the model ties its weights again.
+
+    transformers would tie codes, but not the scales beside them, and kernels bring the codes of one module into their
+    layout.
+    """
+    own = _tied(model, names).keys()
+    if not own:
+        return
+    pairs = {key: other for key, other in model.all_tied_weights_keys.items()
+             if not any(name.rpartition(".")[0] in own for name in (key, other))}  # fmt: skip
+    model.all_tied_weights_keys = pairs
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel) and part._tied_weights_keys:  # patterns, which match 4-bit weights as well
+            start = f"{name}." if name else ""
+            inside = {k: v for k, v in pairs.items() if k.startswith(start) and v.startswith(start)}
+            part._tied_weights_keys = {k.removeprefix(start): v.removeprefix(start) for k, v in inside.items()}
+
+
+def _tied(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """name -> the module that has the same weights, of those experts modules `names` that are tied to another one."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    pairs = {key.rpartition(".")[0]: other.rpartition(".")[0] for key, other in tied.items()}
+    pairs |= {other: key for key, other in pairs.items()}
+    return {name: pairs[name] for name in names if name in pairs}
 
 
 def _check_excluded(model: nn.Module, config: MoeNvfp4Config, found: list) -> None:

@@ -33,7 +33,9 @@ from moe_nvfp4.integrations.huggingface.experts import (
     experts_for,
     find_experts,
     refuse_elsewhere,
+    refuse_tied,
     set_implementation,
+    untie,
 )
 from moe_nvfp4.integrations.huggingface.files import (
     CheckpointLayout,
@@ -215,6 +217,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 "quantized linears are not split over ranks yet, and this model is (tp_plan, distributed_config): "
                 "leave out linears, or load in one process"
             )
+        refuse_tied(model, (name for name, _, layout in modules if layout is not None and name not in found.experts))
         if recipe_named(config.recipe).model and not self.four_bit:
             self.importance = importance_for_load(
                 source, model, config, [fused[0].model for fused in self.chosen.fused]
@@ -284,6 +287,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """
         config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
         prefix = getattr(model, "base_model_prefix", "")
+        untie(model, experts)
         self._model = weakref.ref(model)
         self.conversions = Conversions(
             experts, config.recipe, self.four_bit, dialect, self.importance, layout, prefix, singles

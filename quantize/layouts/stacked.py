@@ -49,7 +49,7 @@ STACKS: dict[str, Stack] = {
     "granitemoeshared": GRANITE,
     "granitemoehybrid": GRANITE,
     **dict.fromkeys(
-        ("diffusion_gemma_text", "dots3_note_text", "gemma4_text", "granitemoe_swa", "hy_v4", "inkling_text",
+        ("dots3_note_text", "gemma4_text", "granitemoe_swa", "hy_v4", "inkling_text",
          "mistral4", "muse_spark_text", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text", "unlimited_ocr_text",
          "zaya"), PLAIN,
     ),

@@ -259,6 +259,46 @@ def test_experts_of_two_modules_in_one_list(tmp_path):
     assert torch.equal(logits(kind.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()), expected)
 
 
+def test_experts_that_are_tied(tmp_path):
+    """DiffusionGemma's text encoder has the experts of its decoder. Codes were tied without their scales: a model that
+    was loaded was saved without the encoder's codes, and transformers put any numbers into scales that files lack."""
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+    text = dict(
+        **SMALL, intermediate_size=96, moe_intermediate_size=48, num_experts=4, top_k_experts=2, sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"], global_head_dim=16, num_global_key_value_heads=2,
+    )  # fmt: skip
+    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                  num_key_value_heads=2, head_dim=16, patch_size=4, position_embedding_size=64)  # fmt: skip
+    config = DiffusionGemmaConfig(text_config=text, vision_config=vision, canvas_length=8)
+    model = make(lambda: DiffusionGemmaForBlockDiffusion(config), torch.float32)
+    kind = type(model)
+
+    def experts(model):
+        return (part.layers[0].experts for part in (model.model.encoder.language_model, model.model.decoder))
+
+    def answer(model):
+        with torch.no_grad():
+            return model(input_ids=IDS, decoder_input_ids=IDS.flip(1)).logits
+
+    model.save_pretrained(tmp_path / "dense")
+    for exclude in ((), ["model.encoder.*"], ["model.decoder.*"]):
+        with pytest.raises(NotImplementedError, match="same weights .tied.*then swap_experts"):
+            kind.from_pretrained(tmp_path / "dense", quantization_config=MoeNvfp4Config(exclude=exclude))
+    with pytest.raises(ValueError, match="a layout that is not known for model_type 'diffusion_gemma'"):
+        convert_checkpoint(tmp_path / "dense", tmp_path / "new", progress=False)
+    swap_experts(model, progress=False)
+    want = answer(model)
+    for name in ("nvfp4", "again"):
+        model.tie_weights()
+        one, other = experts(model)
+        assert isinstance(one, HFExperts) and one.gate_up_proj is not other.gate_up_proj
+        model.save_pretrained(tmp_path / name)
+        model = kind.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
+        assert torch.equal(answer(model), want)
+    assert tensors(tmp_path / "again").keys() == tensors(tmp_path / "nvfp4").keys()
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, granite], ids=lambda f: f.__name__)
 def test_exclusions_are_honoured_and_recorded(family, tmp_path):
