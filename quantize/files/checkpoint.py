@@ -164,10 +164,11 @@ class Checkpoint:
 
 
 def sub_configs(config: Mapping) -> list[Mapping]:
-    """A config and its sub-configs (text_config, thinker_config, ...), all the way down."""
+    """A config and its sub-configs (text_config, thinker_config, "07" in per_layer_config, ...), all the way down."""
     found = [config]
     for key, value in config.items():
-        if isinstance(value, Mapping) and key.endswith("config") and key != "quantization_config":
+        inside = str(key).isdecimal() or key.endswith("config") and key != "quantization_config"
+        if isinstance(value, Mapping) and inside:
             found += sub_configs(value)
     return found
 

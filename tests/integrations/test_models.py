@@ -259,6 +259,43 @@ def test_experts_of_two_modules_in_one_list(tmp_path):
     assert torch.equal(logits(kind.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()), expected)
 
 
+@pytest.mark.slow_after(1)
+def test_layers_with_another_number_of_experts(tmp_path):
+    """The layers of dots3-note's vision tower have from 4 to 64 experts, by the config's per_layer_config: such a model
+    was not saved."""
+    dots = pytest.importorskip("transformers.models.dots3_note")
+    text = dict(
+        **SMALL | dict(num_key_value_heads=4), intermediate_size=48, moe_intermediate_size=48, n_routed_experts=8,
+        num_experts_per_tok=2, shared_experts_intermediate_size=48, kv_lora_rank=16, q_lora_rank=16, v_head_dim=16,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, index_n_heads=2, index_head_dim=32,
+        layer_types=["indexed_attention"] * 2, mlp_layer_types=["dense", "sparse"],
+    )  # fmt: skip
+    vision = dict(
+        hidden_size=32, intermediate_size=64, moe_intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        patch_size=4, adapter_in_dim=32, adapter_out_dim=64, mlp_layer_types=["sparse"] * 2,
+        per_layer_config={0: {"num_local_experts": 4}, 1: {"num_local_experts": 6}},
+    )  # fmt: skip
+    audio = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, feature_size=16, downsample_hidden_size=16, conv_output_size=32, adapter_input_size=32,
+        adapter_out_dim=64,
+    )  # fmt: skip
+    config = dots.Dots3NoteConfig(text_config=text, vision_config=vision, audio_config=audio)
+    model = make(lambda: dots.Dots3NoteForConditionalGeneration(config), torch.float32)
+    kind = type(model)
+    model.save_pretrained(tmp_path / "dense")
+    swap_experts(model, progress=False)
+    model.save_pretrained(tmp_path / "nvfp4")
+    pixels, grid = torch.randn(16, 48), torch.tensor([[1, 4, 4]])
+    loading = kind.from_pretrained(tmp_path / "dense", dtype=torch.float32, quantization_config=MoeNvfp4Config())
+    for again in (kind.from_pretrained(tmp_path / "nvfp4", dtype=torch.float32), loading):
+        same_experts(again, model)
+        assert torch.equal(logits(again.eval()), logits(model))
+        with torch.no_grad():
+            towers = [m.model.vision_tower(pixels, grid)[0] for m in (again, model)]
+        assert torch.equal(*towers)
+
+
 def test_experts_that_are_tied(tmp_path):
     """DiffusionGemma's text encoder has the experts of its decoder. Codes were tied without their scales: a model that
     was loaded was saved without the encoder's codes, and transformers put any numbers into scales that files lack."""

@@ -180,12 +180,13 @@ def test_what_is_one_checkpoint(tmp_path):
         "model_type": "outer", "num_local_experts": 8, "moe_num_experts": 4, "num_experts": True, "text_config": text,
         "quantization_config": {"model_type": "no", "num_experts": 9}, "rope_parameters": {"num_experts": 9},
         "num_experts_per_tok": 5, "vision_config": {"model_type": None, "num_hidden_layers": 2},
+        "per_layer_config": {"07": {"num_local_experts": 12}},
     }  # fmt: skip
     path = folder(tmp_path / "a", {"a": torch.ones(1)}, config)
     (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
     found = open_checkpoint(path)
     assert [f.name for f in found.files] == ["model-00001-of-00001.safetensors"] and [*found.tensors] == ["a"]
-    assert (found.types, found.layers, expert_counts(config)) == (["outer", "inner"], 3, {8, 4, 6, 2})
+    assert (found.types, found.layers, expert_counts(config)) == (["outer", "inner"], 3, {8, 4, 6, 2, 12})
     save_file({"b": torch.ones(1)}, path / "model.safetensors")
     (path / "model-00001-of-00001.safetensors").rename(path / "adapter.safetensors")
     found = open_checkpoint(path)
