@@ -47,7 +47,7 @@ def fused_names(stem: str) -> tuple[str, ...]:
     return tuple(f"{above}{dot}{part}" for part in parts)
 
 
-TOWER = re.compile(r"sam_model|vision|visual|vit\b|audio|speech|image|video|encoder|projector")
+TOWER = re.compile(r"sam_model|vision|visual|vit\b|audio|speech|code2wav|image|video|encoder|projector")
 
 
 def mtp_layer(name: str, layers: int | None) -> str | None:

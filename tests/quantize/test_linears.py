@@ -239,7 +239,8 @@ def test_groups_by_name():
         f"{layer}.share_expert.up_proj": "shared", f"{layer}.shared_mlp.output_linear": "shared",
         f"{layer}.mlp.gate": None, f"{layer}.block_sparse_moe.gate": None, f"{layer}.router.proj": None,
         f"{layer}.mlp.router.layer": None, f"{layer}.mixer.in_proj": None, "model.embed_tokens": None,
-        "model.visual.blocks.0.attn.qkv": None, "vision_tower.layers.0.self_attn.q_proj": None, "score": None,
+        "model.visual.blocks.0.attn.qkv": None, "code2wav.pre_transformer.layers.0.mlp.up_proj": None,
+        "vision_tower.layers.0.self_attn.q_proj": None, "score": None,
         "model.sam_model.blocks.0.attn.qkv": None,
     }.items():  # fmt: skip
         assert group_of(name) == group, name
