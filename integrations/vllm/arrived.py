@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
 
@@ -37,8 +37,10 @@ def _checking(load: Callable[..., None]) -> Callable[..., None]:
             return load(self, model, model_config)
         if getattr(self, "converted", None) is None:  # else this library reads the files
             check_others(model_config.model, self.load_config.load_format)
-        # a draft model may take the embedding and the head of the model that it drafts for
-        before = mark(model, (VocabParallelEmbedding,) if model_config.runner_type == "draft" else ())
+        # a draft model may take the embedding and the head of the model that it drafts for; one that pools asks no head
+        # (vLLM's Jamba has one)
+        but = {"draft": (VocabParallelEmbedding,), "pooling": (ParallelLMHead,)}.get(model_config.runner_type, ())
+        before = mark(model, but)
         load(self, model, model_config)
         if missing := left(model, before):
             names = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)

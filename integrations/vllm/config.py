@@ -175,6 +175,7 @@ class MoeNvfp4Config(QuantizationConfig):
         return self
 
     def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
+        from vllm.model_executor.models.utils import WeightsMapper
         from vllm.platforms import current_platform
 
         _check_overrides(hf_config)
@@ -199,6 +200,8 @@ class MoeNvfp4Config(QuantizationConfig):
                 source = open_checkpoint(model_name) if coming is None else coming  # ValueError unless they are whole
                 check_files(source, self.info)
                 self.dense = dense_names(source, self.info)
+                if any(name.startswith("layers.") for name in source.tensors):  # a base model, vLLM's is in `model`
+                    self.rename(WeightsMapper(orig_to_new_prefix={"layers.": "model.layers."}))
 
     def convert(self, model_name: str, hf_config: Any, revision: str | None) -> Checkpoint:
         """Make this the config of the NVFP4 checkpoint that a conversion of the model's files would write, which is
@@ -367,9 +370,15 @@ class MoeNvfp4Config(QuantizationConfig):
             self.base.packed_modules_mapping = mapping
 
     def apply_vllm_mapper(self, mapper) -> None:
-        from moe_nvfp4.integrations.vllm import engine, mends
+        from moe_nvfp4.integrations.vllm import mends
 
         mends.complete()  # of a model of transformers, which vLLM changes before it asks about a layer
+        self.rename(mapper)
+
+    def rename(self, mapper) -> None:
+        """Know the modules that the config and the files name by the names that `mapper` makes of these, too."""
+        from moe_nvfp4.integrations.vllm import engine
+
         if self.base is not None:
             self.ignore += engine.renamed(self.base, mapper)
             # vLLM translates names, not expressions, which compressed-tensors' lists consist of

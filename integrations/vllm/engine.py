@@ -365,6 +365,9 @@ def check_adapters() -> None:
             self.absorbed = absorbed(self.model)
 
         def _create_merged_loras_inplace(self, lora_model) -> None:
+            if self.is_pooling_model:  # it may be a base model's adapter, whose names have no `model.`
+                own = {f"model.{name}": name for name in lora_model.loras if name.startswith("layers.")}
+                lora_model.loras |= {name: lora_model.loras.pop(theirs) for name, theirs in own.items()}
             super()._create_merged_loras_inplace(lora_model)
             names = [name for name, module in self.modules.items() if id(module.base_layer) not in self.absorbed]
             used = {id(self._get_lora_layer_weights(lora_model, name)) for name in names}

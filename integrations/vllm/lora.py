@@ -119,8 +119,9 @@ def _pair(lora: LoRALayerWeights, name: str, folder: str) -> Pair:
 
 def _rename(loras: dict[str, LoRALayerWeights], experts: Iterable[str]) -> None:
     """Have the adapters of a layer's experts under the name that vLLM has for them: transformers' may be another (its
-    layers.0.mlp.experts of Mixtral are layers.0.block_sparse_moe.experts)."""
+    layers.0.mlp.experts of Mixtral are layers.0.block_sparse_moe.experts), and that of a base model has no `model.`."""
     by_layer = {found[0]: name for name in experts if (found := LAYER.match(f"{name}."))}
+    by_layer |= {layer.removeprefix("model."): name for layer, name in by_layer.items()}
     for key in list(loras):
         found = OF_LAYER.fullmatch(key)
         if found and (name := by_layer.get(found["layer"])) and name + found["rest"] not in loras:

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModel
 
 from tests.folders import is_expert, is_linear, quantized, qwen2_moe
-from tests.models import SMALL, folder, load, tensors
+from tests.models import SMALL, folder, load, qwen3_moe, tensors
 
 pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
 
@@ -18,7 +19,7 @@ from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.dialects import DIALECTS  # noqa: E402
 from moe_nvfp4.quantize.options import Options  # noqa: E402
 from tests.integrations.test_vllm import MOST, _tokenizer, by_transformers, same, tiny  # noqa: E402
-from tests.integrations.vllm_engine import PROMPTS, engine, generate, on_two_ranks  # noqa: E402
+from tests.integrations.vllm_engine import PROMPTS, engine, generate, lora, on_two_ranks  # noqa: E402
 
 IGNORE = {"modelopt": ["lm_head", "*.gate", "*.shared_expert_gate"], "compressed-tensors": ["lm_head", "re:.*gate$"]}
 
@@ -132,20 +133,70 @@ def test_two_ranks(folders, one_rank, tmp_path):
         same(found, one_rank)
 
 
-def test_embeddings(folders, tmp_path):
+def _embeddings(folder, adapter=None):
+    """vLLM's, of two prompts; of the second with the adapter in that folder."""
+    _tokenizer(folder)  # vLLM asks for one
+    chosen = {} if adapter is None else {"lora_request": [None, lora(adapter)]}
+    llm = engine(folder, runner="pooling", convert="embed", skip_tokenizer_init=False, enable_lora=bool(chosen))
+    outputs = llm.embed([{"prompt_token_ids": p} for p in PROMPTS[:2]], use_tqdm=False, **chosen)
+    llm.llm_engine.engine_core.shutdown()
+    return torch.tensor([output.outputs.embedding for output in outputs])
+
+
+def test_embeddings(folders):
     """A model that pools has no head, whose weights the folder has in 4 bits."""
     import moe_nvfp4.integrations.huggingface  # noqa: F401
 
     model, prompts = load(folders / "modelopt", torch.float32), PROMPTS[:2]
     with torch.no_grad():
         last = model(torch.tensor(prompts), output_hidden_states=True).hidden_states[-1][:, -1]
-    _tokenizer(tmp_path)  # vLLM asks for one
-    pooling = {"runner": "pooling", "convert": "embed", "tokenizer": str(tmp_path), "skip_tokenizer_init": False}
-    llm = engine(folders / "modelopt", **pooling)
-    outputs = llm.embed([{"prompt_token_ids": p} for p in prompts], use_tqdm=False)
-    found = torch.tensor([output.outputs.embedding for output in outputs])
+    found = _embeddings(folders / "modelopt")
     assert torch.allclose(found, torch.nn.functional.normalize(last), rtol=0, atol=1e-5)
-    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_base_model(tmp_path, dialect):
+    """The names in its files, in their config's ignore list and in its adapters lack the `model.` of vLLM's model."""
+    from peft import LoraConfig, get_peft_model
+
+    import moe_nvfp4.integrations.huggingface  # noqa: F401
+
+    folder(tmp_path, lambda: qwen3_moe(8, 96, head_dim=32, hidden_size=128).model)
+    options = Options(dialect=dialect, linears="attention")
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", options, progress=False)
+    model = AutoModel.from_pretrained(tmp_path / "nvfp4", dtype=torch.float32)
+    config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False,
+                        target_parameters=["experts.gate_up_proj", "experts.down_proj"])  # fmt: skip
+    model = get_peft_model(model, config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        last = lambda prompt: model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        with model.disable_adapter():
+            want = [last(PROMPTS[0])]
+        want = torch.nn.functional.normalize(torch.stack([*want, last(PROMPTS[1])]))
+    assert torch.allclose(_embeddings(tmp_path / "nvfp4", tmp_path / "adapter"), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("runner", ["generate", "pooling"])
+def test_a_head_that_does_not_come(runner):
+    """One that pools does not need it: vLLM's JambaForSequenceClassification has one, and files of that have none."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    from moe_nvfp4.integrations.vllm.arrived import _checking
+
+    head = ParallelLMHead.__new__(ParallelLMHead)
+    torch.nn.Module.__init__(head)
+    head.weight = torch.nn.Parameter(torch.ones(4, 4))
+    loader = SimpleNamespace(converted="by this library")
+    load = lambda: _checking(lambda *_: None)(
+        loader, torch.nn.ModuleDict({"lm_head": head}), SimpleNamespace(quantization="moe_nvfp4", runner_type=runner)
+    )
+    if runner == "pooling":
+        load()
+        assert head.weight.eq(1).all()
+        return
+    with pytest.raises(ValueError, match=r"lm_head\.weight: all or a part did not come"):
+        load()
 
 
 def test_adapters_on_4_bit_linears(folders, tmp_path):
