@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from moe_nvfp4.quantize.dialects import DIALECTS, EMBEDDING, Dialect, matches
+from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, matches
 from moe_nvfp4.quantize.files import TensorSlice
 from moe_nvfp4.weights import FUSED_LINEARS
 
@@ -97,8 +97,13 @@ def experts_module(name: str) -> str | None:
     return match["module"] if match else stem.rpartition(".")[0] if FUSED.search(stem) else None
 
 
+# Tables, which are looked up. Others with "embed" in their names are linears: embed_vision.embedding_projection,
+# patch_embed.proj, unembed
+TABLE = re.compile(r"(^|\.)(?!un|patch)(\w*embed(ding)?s?(_tokens\w*|_in|_positions)?|wte|wpe)\.weight$", re.IGNORECASE)
+
+
 def is_dense_linear(name: str, stored: TensorSlice) -> bool:
-    return name.endswith(".weight") and len(stored.shape) == 2 and not EMBEDDING.search(name)
+    return name.endswith(".weight") and len(stored.shape) == 2 and not TABLE.search(name)
 
 
 # Names of modules in files -> in transformers, which matches exclusions against its own names

@@ -310,7 +310,7 @@ class MoeNvfp4Config(QuantizationConfig):
         if self.linears is not None:
             return self.linears == NAME
         device = torch.get_default_device()
-        if device.type == "cpu":
+        if device.type in ("cpu", "meta"):  # the latter is of a tower that is left out (--language-model-only)
             return True
         problem = Problem("linear", 1, 128, 128, "raw", activations, torch.get_default_dtype())
         return activations == "bf16" and explain(problem, Device.of(device)).backend.name == "sm90"
@@ -381,8 +381,10 @@ class MoeNvfp4Config(QuantizationConfig):
 
         if self.base is not None:
             self.ignore += engine.renamed(self.base, mapper)
-            # vLLM translates names, not expressions, which compressed-tensors' lists consist of
-            names = mapper.apply_list([f"{name}.weight" for name in self.dense])
+            # vLLM translates names, not expressions, which compressed-tensors' lists consist of; and some by a prefix
+            # that ends in a dot, as that of a head, which files do not have if it is the embedding
+            heads = ["lm_head"] * self.info.ignores("lm_head")
+            names = mapper.apply_list([f"{name}.weight" for name in [*self.dense, *heads]])
             self.ignore += [name.removesuffix(".weight") for name in names]
 
 

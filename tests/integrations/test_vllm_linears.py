@@ -63,15 +63,16 @@ def test_vllm_itself_finds_the_head(folders):
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_a_dense_head_that_vllm_renames(dialect, folders):
-    """Qwen3-VL's is language_model.lm_head in vLLM, and lm_head on the ignore list."""
+    """Qwen3-VL's is language_model.lm_head in vLLM, and lm_head on the ignore list. Gemma 4's is the embedding, so its
+    files have none."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.models.utils import WeightsMapper
 
     mapper = WeightsMapper(orig_to_new_prefix={"lm_head.": "language_model.lm_head."})
     said = json.loads((folders / dialect / "config.json").read_text())["quantization_config"]
-    for dense in (True, False):
+    for dense, in_files in ((True, True), (True, False), (False, False)):
         config = MoeNvfp4Config.from_config(said | {"ignore": ["lm_head"] if dense else ["model.embed_tokens"]})
-        config.dense = ["lm_head"] * dense  # of the files
+        config.dense = ["lm_head"] * in_files
         config.apply_vllm_mapper(mapper)
         method = config.get_quant_method(object.__new__(ParallelLMHead), "language_model.lm_head")
         assert method is None if dense else type(method).__name__ == "NVFP4LinearMethod"
@@ -347,6 +348,8 @@ def test_whose_kernels(monkeypatch):
     """On a CPU these, and the Hopper kernels; vLLM's where it is told; on bf16 files the option has no meaning."""
     config = MoeNvfp4Config.from_config({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
     assert config.runs_linears("bf16") and config.runs_linears("nvfp4")
+    with torch.device("meta"):  # a tower that --language-model-only leaves out
+        assert config.runs_linears("bf16")
     monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda"))
     every, expected = frozenset(PACKAGES), {"bf16": True, "nvfp4": False}
     for packages, capability, dtype, ours in [

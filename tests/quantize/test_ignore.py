@@ -176,9 +176,11 @@ def test_names_of_scales_and_linears():
                  "attn.v_zero_point layer_scale per_expert_scale router.scale").split():  # fmt: skip
         assert not is_scale(f"a.{last}", norms), last
     matrix = stored("BF16", 8, 8)
-    for name in ("transformer.wte", "transformer.wpe", "model.embed_tokens", "text.Embedding", "wte"):
+    for name in ("transformer.wte transformer.wpe model.embed_tokens text.Embedding wte visual.pos_embed "
+                 "model.embed_tokens_per_layer embeddings.position_embedding").split():  # fmt: skip
         assert not is_dense_linear(f"{name}.weight", matrix), name
-    for name in ("lm_head", "unembed", "unembedding", "model.layers.0.attn.swte"):
+    for name in ("lm_head unembed unembedding model.layers.0.attn.swte embed_vision.embedding_projection "
+                 "visual.patch_embed.proj patch_embedder.input_proj patch_embedding.linear").split():  # fmt: skip
         assert is_dense_linear(f"{name}.weight", matrix), name
     assert not is_dense_linear("lm_head.bias", matrix) and not is_dense_linear("a.weight", stored("BF16", 8))
 
