@@ -175,7 +175,6 @@ class MoeNvfp4Config(QuantizationConfig):
         return self
 
     def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
-        from vllm.model_executor.models.utils import WeightsMapper
         from vllm.platforms import current_platform
 
         _check_overrides(hf_config)
@@ -201,6 +200,8 @@ class MoeNvfp4Config(QuantizationConfig):
                 check_files(source, self.info)
                 self.dense = dense_names(source, self.info)
                 if any(name.startswith("layers.") for name in source.tensors):  # a base model, vLLM's is in `model`
+                    from vllm.model_executor.models.utils import WeightsMapper  # takes a second to import
+
                     self.rename(WeightsMapper(orig_to_new_prefix={"layers.": "model.layers."}))
 
     def convert(self, model_name: str, hf_config: Any, revision: str | None) -> Checkpoint:
