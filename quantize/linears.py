@@ -158,7 +158,7 @@ def linears_of_model(model: Any, in_files: Mapping[str, str], done: Collection[s
 def _why_by_name(name: str) -> str | None:
     """Why the linear `name` stays dense, if its name says so."""
     if EMBEDDING.search(name):
-        return "an embedding, which is looked up and not multiplied"
+        return "an embedding, or a linear that makes embeddings"
     return "a router or gate, which decides by small differences" if ROUTER.search(name) else None
 
 

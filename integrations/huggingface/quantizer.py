@@ -358,9 +358,13 @@ class MoeNvfp4Quantizer(HfQuantizer):
         for parameter, matrices in found.items():
             name, key = parameter.rpartition(".")[0], wanted[parameter]
             at = [[Matrix(*((t.file, t.start) for t in pair)) for pair in parts] for parts in matrices]
-            kept = {k: names[name]._parameters.pop(k) for k in (key, f"{key}_sf") if k in names[name]._parameters}
-            self._in_files.setdefault(names[name], ({}, {}))[0].update(kept)
-            self._in_files[names[name]][1][key] = at
+            experts = names[name]
+            kept: dict[str, Any] = {}
+            for k in [k for k in (key, f"{key}_sf") if k in experts._parameters]:
+                kept[k] = vars(experts)[k] = experts._parameters.pop(k)  # by name, Qwen3-Omni's block initializes them
+                kept[k]._is_hf_initialized = True
+            self._in_files.setdefault(experts, ({}, {}))[0].update(kept)
+            self._in_files[experts][1][key] = at
             ignored.add(re.escape(parameter.removeprefix(f"{model.base_model_prefix}.")) + "(_sf)?$")
         model._keys_to_ignore_on_load_unexpected = ignored
 
@@ -406,6 +410,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._plan is not None, "a model is being loaded"
         for experts, (parameters, matrices) in self._in_files.items():
+            for k in parameters:
+                del vars(experts)[k]
             experts._parameters.update(parameters)
             experts.map_files(matrices)
         self._in_files = {}

@@ -30,6 +30,7 @@ from moe_nvfp4.kernels.offload import backend as offload
 from tests.common import random_layer, relative_error
 from tests.models import (
     IDS,
+    SMALL,
     aria,
     deepseek,
     folder,
@@ -203,6 +204,22 @@ def test_experts_stay_in_their_files(tmp_path, monkeypatch, family, dialect):
                 one.save_pretrained(where)
     assert {file: file.read_bytes() for file in path.iterdir()} == before  # config.json, too
     assert not (tmp_path / "new").exists()
+
+
+@needs_library
+def test_a_model_that_initializes_its_experts_weights_by_name(tmp_path):
+    """Qwen3-Omni's blocks do, whatever is loaded."""
+    from transformers import Qwen3OmniMoeThinkerTextModel
+    from transformers.models.qwen3_omni_moe import Qwen3OmniMoeTextConfig
+
+    config = Qwen3OmniMoeTextConfig(**SMALL, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2)
+    model = make(lambda: Qwen3OmniMoeThinkerTextModel(config), torch.bfloat16)
+    swap_experts(model, progress=False).save_pretrained(tmp_path)
+    read = partial(Qwen3OmniMoeThinkerTextModel.from_pretrained, tmp_path, dtype=torch.bfloat16)
+    mapped = read(quantization_config=MoeNvfp4Config(map_files=True))
+    assert all(m.mapped for m in mapped.modules() if isinstance(m, HFExperts))
+    with torch.no_grad():
+        assert torch.equal(mapped(IDS).last_hidden_state, read()(IDS).last_hidden_state)
 
 
 @needs_library
