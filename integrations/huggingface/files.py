@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from moe_nvfp4.quantize.dialects import GLOBAL_SCALES, MODELOPT, Dialect, dialect_of_files
 from moe_nvfp4.quantize.files import (
@@ -24,13 +25,19 @@ from moe_nvfp4.quantize.files import (
 )
 from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_mtp, is_scale, projections
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_mtp, is_scale
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.unwritten import unwritten
+
+logger = logging.get_logger(__name__)
 
 # Names of experts' tensors. Expert 0 stands for all: the others have the same layout
 EXPERT = re.compile(r"\bexperts\.(\w+\.)?(?P<e>\d+)\.")
 OTHER_EXPERT = re.compile(r"\bexperts\.(\w+\.)?[1-9]\d*\.")
+NO_STATIC = (
+    "the static activation scales of experts are left out, and not saved either, because {}: W4A16 does not need them, "
+    "and calibrate(model, batches) makes new ones"
+)
 
 
 @dataclass(frozen=True)
@@ -151,43 +158,6 @@ def check_reached(
         )
 
 
-def matrices_of(
-    source: Checkpoint, model: nn.Module, conversions: list, parameters: Collection[str]
-) -> dict[str, list[list[tuple[TensorSlice, TensorSlice]]]]:
-    """Where the files have each expert's matrices: parameter -> for each expert, (codes, block scales) of each matrix,
-    gate before up.
-
-    parameters: names of experts' codes. ValueError if the files have another number of experts, or other shapes.
-    """
-    names, places = ModelTensors(model, conversions), dict[str, tuple[str, str | None]]()
-    found: dict[str, dict[tuple[int, str], TensorSlice]] = {}
-    for name, stored in source.tensors.items():
-        match = EXPERT.search(name)
-        if match is None:
-            continue
-        first = f"{name[: match.start('e')]}0{name[match.end('e') :]}"
-        if first not in places:
-            places[first] = names.place(first)
-        target, pattern = places[first]
-        if pattern is not None and target.removesuffix("_sf") in parameters:
-            found.setdefault(target, {})[int(match["e"]), pattern.split()[0]] = stored
-    result = {}
-    for parameter in parameters:
-        pairs = [found.get(parameter, {}), found.get(f"{parameter}_sf", {})]
-        parts = projections(parameter.rpartition(".")[2])
-        for matrices, suffix in zip(pairs, ("", "_sf"), strict=True):
-            E, N, width = names.shapes[f"{parameter}{suffix}"]
-            wanted = {(e, part): (N // len(parts), width) for e in range(E) for part in parts}
-            if wanted != {at: t.shape for at, t in matrices.items()}:
-                raise ValueError(
-                    f"map_files: the files have {len(matrices)} matrices of {parameter}{suffix}, expected "
-                    f"{len(wanted)} of {N // len(parts)} by {width} bytes: leave map_files out for these files"
-                )
-        codes, sf = pairs
-        result[parameter] = [[(codes[e, part], sf[e, part]) for part in parts] for e in range(E)]
-    return result
-
-
 def _weights(files: nvfp4.NVFP4Files) -> Iterator[tuple[str, ExpertLayout]]:
     """(name in a dense checkpoint, layout) of every weight; of experts only number 0. Linears count as one by one."""
     matrices = (m for m in files.matrices.values() if not OTHER_EXPERT.search(f"{m.stem}."))
@@ -280,3 +250,33 @@ def mtp_tensors(
     dense = [n for n in names if tensors[n].dtype in DENSE and len(tensors[n].shape) == 2]
     stems = frozenset(n.removesuffix(".weight") for n in dense)
     return MtpTensors(tuple(names), stems, tuple(map(str, files)), convert)
+
+
+def report_unused(model: Any, found: CheckpointLayout, mtp: MtpTensors) -> None:
+    """Warn about what the files hold and this model does not use."""
+    if packed := [name for name in mtp.names if name.endswith(GLOBAL_SCALES)]:
+        logger.warning(
+            f"the files' layers of multi-token prediction are 4-bit ({packed[0]}, ...), and transformers reads them as "
+            "dense: generate(use_mtp=True) ends in an error about sizes; without it all is well"
+        )
+    if found.kv_scales:
+        keys = found.kv_scales
+        logger.warning(
+            f"{len(keys)} scales of a quantized KV cache are left out ({keys[0]}, ...): transformers keeps its cache "
+            "in the model's dtype, which needs none"
+        )
+        _leave_out(model, KV_SCALE.pattern)
+    if found.left_out:
+        logger.warning(NO_STATIC.format("some experts have none"))
+        _leave_out(model, rf"{found.dialect.input_scale}$")
+    fp8 = [linear.module for linear in found.linears.values() if linear.kind == "fp8"]
+    if fp8:
+        logger.warning(f"{len(fp8)} FP8 linears are made dense ({fp8[0]}, ...); their inputs are not rounded to FP8")
+    if fp8 := [name for name, layout in found.experts.items() if layout is ExpertLayout.FP8]:
+        logger.warning(f"the FP8 experts of {len(fp8)} layers are made dense ({fp8[0]}, ...)")
+
+
+def _leave_out(model: Any, names: str) -> None:
+    """Keep transformers from reporting tensors of the files whose names match the expression `names`."""
+    ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    model._keys_to_ignore_on_load_unexpected = ignored | {names}

@@ -38,16 +38,17 @@ from moe_nvfp4.integrations.huggingface.experts import (
     untie,
 )
 from moe_nvfp4.integrations.huggingface.files import (
+    NO_STATIC,
     CheckpointLayout,
     MtpTensors,
     check_dense,
     check_reached,
     is_nvfp4,
     layers_of,
-    matrices_of,
     mtp_tensors,
     open_files,
     read_layout,
+    report_unused,
 )
 from moe_nvfp4.integrations.huggingface.linears import (
     NOT_SPLIT,
@@ -57,6 +58,7 @@ from moe_nvfp4.integrations.huggingface.linears import (
     replace_linears,
     to_linear,
 )
+from moe_nvfp4.integrations.huggingface.mapped import InFiles, check_mappable
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu, layers_on_cpu
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, ranks_of_a_row
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
@@ -75,27 +77,19 @@ from moe_nvfp4.integrations.huggingface.unwritten import (
     where_to_quantize,
 )
 from moe_nvfp4.linear import NVFP4Linear
-from moe_nvfp4.mapped import Matrix
 from moe_nvfp4.prepared import check_plain
-from moe_nvfp4.quantize.dialects import DIALECTS, GLOBAL_SCALES
+from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.linears import Chosen
-from moe_nvfp4.quantize.names import KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns, projections
+from moe_nvfp4.quantize.names import PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns, projections
 from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.quantize.unwritten import Unwritten
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
 INPUT_SCALES = ("up_proj_input_scale", "down_proj_input_scale")
-NO_STATIC = (
-    "the static activation scales of experts are left out, and not saved either, because {}: W4A16 does not need them, "
-    "and calibrate(model, batches) makes new ones"
-)
-MAPPABLE = (
-    ExpertLayout.ONE_BY_ONE, ExpertLayout.PROJECTION_FIRST, ExpertLayout.FP8, ExpertLayout.SINGLE, ExpertLayout.DENSE,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,8 +135,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self._plan: LoadPlan | None = None  # while a model loads
         self._of_source: UnwrittenConverter | None = None  # while a model loads from files that are not NVFP4
         self._gpu: torch.device | None = None  # where all goes after loading, but for experts that stay on the CPU
-        # experts that stay in files, while a model loads -> their parameters on meta, and where the files have them
-        self._in_files: dict[HFExperts, tuple[dict[str, Any], dict[str, list[list[Matrix]]]]] = {}
+        self._in_files: InFiles | None = None  # while a model loads whose experts stay in their files
 
     # ------------------------------------------------------------ before loading
     def update_device_map(self, device_map: Any) -> Any:
@@ -257,7 +250,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if not hasattr(super(), "update_parallel_plan"):  # transformers before 5.21, which does not call it
             for plan in (model._tp_plan, model._ep_plan):
                 self.update_parallel_plan(model, plan or {})
-        _report(model, found, self.mtp)
+        report_unused(model, found, self.mtp)
 
     def _empty_experts(self, module: nn.Module, layout: ModuleLayout, pre_quant_scale: bool) -> HFExperts:
         """Empty 4-bit experts on meta that replace `module`. pre_quant_scale: with AWQ's scales."""
@@ -338,35 +331,15 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return conversions if self._of_source is None else [self._of_source, *conversions]
 
     def _leave_in_files(self, conversions: list) -> None:
-        """Have transformers skip the experts that stay in their files; the modules get them after loading."""
+        """Have experts stay in their files, those of as many layers as stay on the CPU."""
         assert self._plan is not None, "a model is being loaded"
         config = self.quantization_config
         model: Any = self._plan.model
-        layouts = {layout.value for layout in self._plan.found.experts.values()} - {way.value for way in MAPPABLE}
-        if not self.four_bit or layouts:
-            what = f"{min(layouts)}" if self.four_bit else "dense"
-            raise NotImplementedError(
-                f"map_files: the experts of these files are {what}, and the kernels read 4-bit experts one by one, as "
-                "in the files that moe-nvfp4 quantize SRC DST writes, from dense files and from every 4-bit layout"
-            )
+        check_mappable(self._plan.found.experts.values() if self.four_bit else None)
         config.cpu_experts = self._stay(model, "all" if config.cpu_experts is None else config.cpu_experts)
         stay = list(dict.fromkeys(m for m in model.modules() if isinstance(m, HFExperts)))[: config.cpu_experts]
         names = {name: experts for name, experts in self.conversions.experts.items() if experts in stay}
-        wanted = {f"{name}.{key}": key for name, experts in names.items() for key in (experts.up_name, "down_proj")}
-        found = matrices_of(self._plan.source, model, conversions, wanted)
-        ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        for parameter, matrices in found.items():
-            name, key = parameter.rpartition(".")[0], wanted[parameter]
-            at = [[Matrix(*((t.file, t.start) for t in pair)) for pair in parts] for parts in matrices]
-            experts = names[name]
-            kept: dict[str, Any] = {}
-            for k in [k for k in (key, f"{key}_sf") if k in experts._parameters]:
-                kept[k] = vars(experts)[k] = experts._parameters.pop(k)  # by name, Qwen3-Omni's block initializes them
-                kept[k]._is_hf_initialized = True
-            self._in_files.setdefault(experts, ({}, {}))[0].update(kept)
-            self._in_files[experts][1][key] = at
-            ignored.add(re.escape(parameter.removeprefix(f"{model.base_model_prefix}.")) + "(_sf)?$")
-        model._keys_to_ignore_on_load_unexpected = ignored
+        self._in_files = InFiles(model, self._plan.source, conversions, names)
 
     def _stay(self, model: Any, layers: int | str) -> int:
         """The number of layers whose experts stay on the CPU."""
@@ -409,12 +382,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
     # ------------------------------------------------------------ after loading
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._plan is not None, "a model is being loaded"
-        for experts, (parameters, matrices) in self._in_files.items():
-            for k in parameters:
-                del vars(experts)[k]
-            experts._parameters.update(parameters)
-            experts.map_files(matrices)
-        self._in_files = {}
+        if self._in_files is not None:
+            self._in_files.map()
         for name, t in _tensors(model):
             # transformers 5.17 leaves renamed tensors of quantized files in their stored dtype
             if t.is_floating_point() and t.device.type != "meta":
@@ -444,7 +413,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         model._weight_conversions = self.for_saving(used)
         if self._plan.coming is not None:
             report_cast(self._plan.coming.cast)
-        self._plan = self._of_source = None
+        self._plan = self._of_source = self._in_files = None
         if self.quantization_config.cpu_experts is not None:
             keep_experts_on_cpu(model, self._stay(model, self.quantization_config.cpu_experts))
             logger.info(describe_placement(model))
@@ -673,33 +642,3 @@ def _layout_here(module: nn.Module, layout: ModuleLayout | None, stored: ExpertL
     if stored in (ExpertLayout.DENSE, ExpertLayout.FP8, ExpertLayout.SINGLE):
         return None
     return layout or (None if stored is None else describe(module))
-
-
-def _report(model: Any, found: CheckpointLayout, mtp: MtpTensors) -> None:
-    """Warn about what the files hold and this model does not use."""
-    if packed := [name for name in mtp.names if name.endswith(GLOBAL_SCALES)]:
-        logger.warning(
-            f"the files' layers of multi-token prediction are 4-bit ({packed[0]}, ...), and transformers reads them as "
-            "dense: generate(use_mtp=True) ends in an error about sizes; without it all is well"
-        )
-    if found.kv_scales:
-        keys = found.kv_scales
-        logger.warning(
-            f"{len(keys)} scales of a quantized KV cache are left out ({keys[0]}, ...): transformers keeps its cache "
-            "in the model's dtype, which needs none"
-        )
-        _leave_out(model, KV_SCALE.pattern)
-    if found.left_out:
-        logger.warning(NO_STATIC.format("some experts have none"))
-        _leave_out(model, rf"{found.dialect.input_scale}$")
-    fp8 = [linear.module for linear in found.linears.values() if linear.kind == "fp8"]
-    if fp8:
-        logger.warning(f"{len(fp8)} FP8 linears are made dense ({fp8[0]}, ...); their inputs are not rounded to FP8")
-    if fp8 := [name for name, layout in found.experts.items() if layout is ExpertLayout.FP8]:
-        logger.warning(f"the FP8 experts of {len(fp8)} layers are made dense ({fp8[0]}, ...)")
-
-
-def _leave_out(model: Any, names: str) -> None:
-    """Keep transformers from reporting tensors of the files whose names match the expression `names`."""
-    ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    model._keys_to_ignore_on_load_unexpected = ignored | {names}
