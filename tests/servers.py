@@ -14,9 +14,9 @@ from tests.common import ROOT, free_port
 class Server:
     """`moe-nvfp4 serve` on loopback, in a process group of its own."""
 
-    def __init__(self, path, *options, engine="transformers", env=None):
+    def __init__(self, path, *options, engine="transformers", env=None, log="log"):
         port = free_port()
-        self.url, self.log = f"http://127.0.0.1:{port}", Path(f"{path}.log")
+        self.url, self.log = f"http://127.0.0.1:{port}", Path(f"{path}.{log}")
         command = [sys.executable, "-m", "moe_nvfp4", "serve", "--engine", engine, str(path)]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -25,8 +25,8 @@ def test_vllm_where_it_is_installed(monkeypatch):
     installed(monkeypatch, "vllm", "transformers")
     for engine in (None, "vllm"):
         command = serve.serve_command("some/model", engine, ["--port", "1"])
-        assert command[:4] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-        assert command[4:] == ["--model", "some/model", "--quantization", "moe_nvfp4", "--port", "1"]
+        assert command[:3] == [sys.executable, "-P", "-c"]
+        assert command[4:] == ["serve", "some/model", "--quantization", "moe_nvfp4", "--port", "1"]
 
 
 def test_vllm_is_told_of_files_that_become_nvfp4(monkeypatch, tmp_path):

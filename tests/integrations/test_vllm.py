@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.common import made_demo, python
+from tests.common import free_port, made_demo, python
 from tests.folders import change_config, fp8, quantized, qwen2_moe
 from tests.folders import value as value_of
 from tests.integrations.vllm_engine import NEW, PROMPTS, SETTINGS, ask, generate, on_two_ranks
@@ -1008,6 +1008,19 @@ def test_serve(folders, form):
             assert answer.split() == words(tokens[i % 8]).split(), i
         if form == "modelopt":
             _a_killed_worker_ends_the_server(server.process)
+
+
+def test_serve_on_two_machines(folders):
+    """The commands of docs/serving.md, here on one machine, with a rank each."""
+    path = folders / "modelopt"
+    options = ("--dtype", "float32", "--max-model-len", "64", "--enforce-eager", "--tensor-parallel-size", "2",
+               "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))  # fmt: skip
+    node = partial(Server, path, *options, engine="vllm", env=IN_VLLM)
+    with node("--node-rank", "0") as first, node("--node-rank", "1", "--headless", log="second.log") as second:
+        assert first.wait(), first.log.read_text()[-3000:] + second.log.read_text()[-3000:]
+        ask = {"model": str(path), "prompt": words(PROMPTS[0]), "max_tokens": NEW, "ignore_eos": True}
+        text = first.post("/v1/completions", **ask)["choices"][0]["text"]
+        assert text.split() == words(by_transformers(path)[0][0]).split()
 
 
 def _a_killed_worker_ends_the_server(process):
