@@ -17,7 +17,7 @@ from moe_nvfp4.quantize.exact import cast_exactly
 from moe_nvfp4.quantize.files import TORCH_DTYPES, TensorSlice
 from moe_nvfp4.quantize.layouts import CastSums, ErrorSums, Matrix
 from moe_nvfp4.quantize.layouts.base import cast_finite, parts_of_expert
-from moe_nvfp4.quantize.names import gate_of, up_of
+from moe_nvfp4.quantize.names import experts_module, gate_of, up_of
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_global_scale, recipe_named
 from moe_nvfp4.weights import check_block_scales, check_global_scale
@@ -93,7 +93,8 @@ def quantize_jobs(matrices: Mapping[str, Matrix], options: Options, cast: CastSu
         if gate is not None and gate in matrices:
             continue
         sharing = {stem: m} if up is None or up not in matrices else {stem: m, up: matrices[up]}
-        group = waiting.setdefault((m.shard, m.rows, m.columns, len(sharing), m.global_scale is None), [])
+        of = experts_module(stem)  # so that a model that is loaded is made layer by layer
+        group = waiting.setdefault((m.shard, of, m.rows, m.columns, len(sharing), m.global_scale is None), [])
         group.append(sharing)
         room = TOGETHER.get(options.place.type, 1)
         if (len(group) + 1) * len(sharing) * m.rows * m.columns > room:

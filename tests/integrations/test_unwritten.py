@@ -16,6 +16,7 @@ from transformers.quantizers import auto
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, register, swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.quantize import jobs
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.options import Options
@@ -111,6 +112,24 @@ def test_a_folder_loads_as_quantize_would_write_it(form, folders, tmp_path, monk
     packed = sum(isinstance(m, NVFP4Linear) for m in model.modules())
     assert sum(isinstance(m, HFExperts) for m in model.modules()) == (1 if form in ("fp8", "quark") else 2)
     assert packed == {"gpt-oss": 8, "fp8": 10 + 3, "deepseek": 8}.get(form, 0)
+
+
+@forms
+@pytest.mark.parametrize("matrices", [3, 100])
+def test_a_job_of_several_matrices_stays_in_its_layer(form, matrices, folders, monkeypatch):
+    """As on a GPU, which quantizes matrices of one shape together. Layers are made one after the other."""
+    source, _ = folders(form)
+    options = Options(linears=("all",) if form in ("gpt-oss", "fp8") else (), device="cpu")
+    alone = unwritten(open_checkpoint(source), options)
+    monkeypatch.setitem(jobs.TOGETHER, "cpu", matrices * 64 * 64)
+    together = unwritten(open_checkpoint(source), options)
+    count = lambda made: sum(len(unit.jobs) for unit in made.units)
+    assert count(together) < count(alone)
+    for unit in together.units:
+        names = [name for name in unit.names if is_expert(name)]
+        assert len({name.partition(".experts.")[0] for name in names}) <= 1
+    made = lambda units: {n: as_bytes(t) for unit in units for n, t in unit.make(torch.device("cpu")).items()}
+    assert made(together.units) == made(alone.units)
 
 
 @forms
