@@ -388,6 +388,12 @@ def check_plain(module: nn.Module, name: str = "4-bit weights") -> None:
     """ValueError for a module that `computes_parameters`: what it computes is no longer among its parameters, where a
     bias or a scale is optional and would be left out."""
     if computes_parameters(module):
+        computing = module._modules.get("parametrizations") or nn.Module()
+        if any(type(m).__module__.startswith("peft.") for m in computing.modules()):
+            raise ValueError(
+                f"{name}: PEFT's own layers, which PeftMixedModel makes, would add LoRA to the bytes of 4-bit weights: "
+                "get_peft_model without mixed=True, and LoRA alone"
+            )
         raise ValueError(
             f"{name}: the parameters are parametrized or pruned (torch.nn.utils), and kernels read codes, scales and "
             "biases as they are: make this a part of them (remove_parametrizations, prune.remove), or do it to the "

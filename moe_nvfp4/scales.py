@@ -18,14 +18,20 @@ class FP32Scales(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Refuse a state dict that was cast: copying would silently convert its rounded numbers back."""
         scales, cast = {id(p) for p in self._fp32_parameters()}, []
+        way_out = "load the state dict as it was saved"
+        if prefix.endswith("base_layer."):
+            way_out += (
+                "; if it is PEFT's adapter of a dense model and brings that model's head, save it without "
+                "(PeftModel.save_pretrained(..., save_embedding_layers=False))"
+            )
         for name, p in self._parameters.items():
             if p is None or not (id(p) in scales or p.dtype == torch.uint8):
                 continue
             found, expected = state_dict.get(prefix + name), torch.float32 if id(p) in scales else torch.uint8
             if found is not None and found.dtype != expected:
                 cast.append(
-                    f"{prefix}{name} is {found.dtype}, expected {expected}: codes and scales must not be cast; load "
-                    "the state dict as it was saved"
+                    f"{prefix}{name} is {found.dtype}, expected {expected}: codes and scales must not be cast; "
+                    + way_out
                 )
         if cast:
             args[-1].extend(cast)  # error_msgs

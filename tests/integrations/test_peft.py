@@ -423,6 +423,26 @@ def test_what_is_refused_by_name(settings, error, message):
         get_peft_model(swapped(), LoraConfig(**plain | settings))
 
 
+def test_mixed_models_are_refused_with_the_way_out():
+    """PEFT makes their layers itself."""
+    mixed = get_peft_model(swapped(), LoraConfig(target_parameters=["experts.down_proj"]), mixed=True)
+    with pytest.raises(ValueError, match="PeftMixedModel makes.*: get_peft_model without mixed=True"):
+        mixed(IDS)
+
+
+def test_an_adapter_that_brings_a_dense_head(tmp_path):
+    """PEFT saves the head with an adapter on it, which has no place in a 4-bit one."""
+    folder, _ = quantized(tmp_path, qwen3_moe, "modelopt", lambda key: "experts" in key or "lm_head" in key)
+    model = set_activations(load(folder, torch.float32), "bf16")
+    dense = get_peft_model(dense_like(model), LoraConfig(target_modules=["lm_head"], init_lora_weights=False))
+    expected = logits(dense)
+    dense.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(RuntimeError, match="save it without .PeftModel.save_pretrained.*save_embedding_layers=False"):
+        PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter")
+    dense.save_pretrained(tmp_path / "without", save_embedding_layers=False)
+    assert relative_error(logits(PeftModel.from_pretrained(model, tmp_path / "without")), expected) < CLOSE
+
+
 def test_experts_that_are_split_over_ranks_are_refused():
     """No parallel plan says whether an adapter is to be split."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
