@@ -16,12 +16,14 @@ from moe_nvfp4.mapped import SAVED
 from moe_nvfp4.prepared import check_plain, only_shapes
 from moe_nvfp4.quantize.files import expert_counts
 
+OTHERS = ("bitsandbytes.", "hqq.", "optimum.", "torch.ao.", "torchao.")  # whose quantized weights only they can read
 WRAPPED = re.compile(r"(\.(base_layer|original_module|token_adapter))+$")  # modules inside PEFT's
 
 
 def check_savable(model: Any, state: Mapping[str, Tensor] | None = None) -> None:
-    """NotImplementedError for experts that stay in files, for layers of several activations, for a model of which each
-    rank has some layers, and for one that FSDP has split, not transformers (it gathers), unless its `state` is given;
+    """NotImplementedError for experts that stay in files, for layers of several activations, for weights that another
+    library quantized, for a model of which each rank has some layers, and for one that FSDP has split, not transformers
+    (it gathers), unless its `state` is given;
     ValueError for parameters without numbers, codes that are no bytes, parameters that are parametrized, adapters
     inside the model, static activation scales in some layers only, another number of experts than the config's, and a
     `state` of something else."""
@@ -50,6 +52,13 @@ def check_savable(model: Any, state: Mapping[str, Tensor] | None = None) -> None
             "them with save_pretrained of the PeftModel, or make them a part of the weights (merge_and_unload), or "
             "take them off (unload), and then save the model that this returns"
         )
+    for name, found in (*model.named_modules(), *model.named_parameters()):
+        if (kind := f"{type(found).__module__}.{type(found).__name__}").startswith(OTHERS):
+            raise NotImplementedError(
+                f"{name} is {kind}: the files of a 4-bit model have no place for weights that another library "
+                "quantized, and nothing would read them. Save the model without, and quantize what is loaded; or make "
+                "these 4-bit here (linears=...)"
+            )
     if len(found := activations_of(model)) > 1:
         raise NotImplementedError(
             f"some 4-bit layers have activations {found[0]!r}, others {found[1]!r}, and config.json has one for "

@@ -425,6 +425,16 @@ def test_codes_that_a_cast_destroyed_are_not_saved(tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_linears_that_another_library_quantized_are_not_saved(tmp_path):
+    """transformers would write some of them without a word, and nothing would read the files."""
+    model = swap_experts(make(qwen3_moe, torch.float32), progress=False)
+    model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, inplace=True)
+    with pytest.raises(NotImplementedError, match=r"q_proj is torch\.ao\..*another library quantized, and nothing"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_experts_that_two_layers_share_are_swapped_for_both():
     model = make(qwen3_moe)
     model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
