@@ -18,8 +18,8 @@ _BYTES, _FP32, _INT32 = (torch.uint8,), (torch.float32,), (torch.int32,)
 _WAYS_OUT = {
     _BYTES: "codes and block scales are bytes, which a cast or tie_weights() has replaced: load the layer again",
     _FP32: "scales are fp32, and a cast has rounded them: load the layer again, and under FSDP's mixed precision pass "
-    "ignored_params=moe_nvfp4.scales.fp32_parameters(model), or load in bf16 without DistributedConfig's "
-    "fsdp_mixed_precision",
+    "ignored_params=moe_nvfp4.scales.fp32_parameters(model), or load in bf16 and leave that out (Trainer's bf16=True, "
+    "DistributedConfig's fsdp_mixed_precision)",
     ROWS: "sums are fp32 in any case: convert it to one of these",
 }
 

@@ -60,6 +60,15 @@ for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bf
     assert found.keys() == want.keys()
     assert max(relative_error(found[n], want[n]) for n in want) < (0.15 if bf16 else 1e-5), bf16
 
+cast = copy.deepcopy(split)
+for block in [*cast.base_model.model.model.layers, cast]:
+    fully_shard(block, mesh=mesh, mp_policy=policy)
+try:
+    cast(mine)
+    raise AssertionError("ran with scales that were rounded")
+except TypeError as error:
+    assert "or load in bf16 and leave that out (Trainer's bf16=True, DistributedConfig's fsdp_mixed" in str(error)
+
 try:
     model.add_adapter("later", config())
     raise AssertionError("was added: nothing would add up its gradients")
