@@ -431,7 +431,7 @@ def _carry(draft: _Draft, source: Dialect) -> None:
     if options.exclude or options.include is not None or options.linears:
         raise ValueError("--exclude, --include and --linears choose what is quantized, and these weights are NVFP4 "
                          "already: leave them out, or quantize the original checkpoint")  # fmt: skip
-    files = nvfp4.read(draft.source, source)
+    _, files = nvfp4_files(draft.source)
     _fp8_next_to_nvfp4(draft, files)
     for name, matrix in files.matrices.items():
         _carry_matrix(draft, name, matrix)
@@ -537,12 +537,19 @@ def nvfp4_info(source: Checkpoint) -> QuantizationInfo | None:
 
 
 def nvfp4_files(checkpoint: Checkpoint) -> tuple[QuantizationInfo, nvfp4.NVFP4Files]:
-    """What an NVFP4 checkpoint's config says, and what its files hold. ValueError if it is not NVFP4, or is damaged."""
+    """What an NVFP4 checkpoint's config says, and what its files hold. ValueError if it is not NVFP4, is damaged,
+    or has names that only from_pretrained reads."""
     info = nvfp4_info(checkpoint)
     if info is None:
         raise ValueError(f"{checkpoint.folder} is not an NVFP4 checkpoint: its config.json has no such "
                          "quantization_config")  # fmt: skip
-    return info, nvfp4.read(checkpoint, info.dialect)
+    files = nvfp4.read(checkpoint, info.dialect)
+    if files.parameters:
+        raise ValueError(f"{checkpoint.folder}: the files have the parameters of 4-bit layers under their own names "
+                         f"({next(iter(files.parameters))}; torch.save and save_original_format=False write them), "
+                         "which only from_pretrained reads: load the model, and save_pretrained it, unless it is "
+                         "ERNIE 4.5 VL, which has no other names")  # fmt: skip
+    return info, files
 
 
 def nothing_there(folder: str, files: nvfp4.NVFP4Files, dialect: Dialect) -> str:
@@ -551,11 +558,6 @@ def nothing_there(folder: str, files: nvfp4.NVFP4Files, dialect: Dialect) -> str
         "a shard is missing, or the config is of other files; if they are dense (a model that from_config made of a "
         "4-bit folder's config was saved), remove its quantization_config"
     )
-    if files.parameters:
-        why = (
-            "they have the parameters of 4-bit layers under their own names (torch.save, save_original_format=False), "
-            "which from_pretrained reads: load the model, and save_pretrained it"
-        )
     for other in DIALECTS.values():
         if other is not dialect and any(name.endswith(f".{other.global_scale}") for name in files.tensors):
             why = (

@@ -55,7 +55,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     _check_pre_quant_scales(files.matrices)
     for name, scale in files.fp8.items():
         _check_fp8(name, scale, checkpoint)
-    for name, stored in (files.left | files.parameters).items():
+    for name, stored in files.left.items():
         if is_scale(name, files.left):
             raise ValueError(nvfp4.UNREAD.format(name))
         _check_dense(name, stored)

@@ -249,10 +249,13 @@ def test_experts_of_two_modules_in_one_list(tmp_path):
     model.save_pretrained(tmp_path / "dense")
     with pytest.raises(NotImplementedError, match="experts of several modules in one list.*then swap_experts"):
         kind.from_pretrained(tmp_path / "dense", quantization_config=MoeNvfp4Config())
-    swap_experts(model, progress=False)
+    swap_experts(model, linears=["attention"], progress=False)
     model.save_pretrained(tmp_path / "nvfp4")  # under the model's own names
     again = kind.from_pretrained(tmp_path / "nvfp4", dtype=torch.float32).eval()
     assert torch.equal(logits(again), logits(model))
+    for refused in (verify_checkpoint, lambda folder: convert_checkpoint(folder, tmp_path / "converted")):
+        with pytest.raises(ValueError, match="unless it is ERNIE 4.5 VL, which has no other names"):
+            refused(tmp_path / "nvfp4")
     expected = logits(model.dequantize())
     model.save_pretrained(tmp_path / "back")
     assert tensors(tmp_path / "back").keys() == tensors(tmp_path / "dense").keys()
