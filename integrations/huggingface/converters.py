@@ -416,6 +416,20 @@ def choose_linears(model: Any, config: MoeNvfp4Config) -> Chosen:
 
 
 def with_names_in_files(model: nn.Module, modules: Iterable[str]) -> set[str]:
-    """`modules`, names of modules in `model`, and their names in files, which servers use."""
+    """`modules`, names of modules in `model`, and their names in files, which servers use; also of linears that files
+    have as one (Kimi-K2.5's wqkv), or that are one in `model` only (MiniMax-M3's gate_up_proj)."""
     names = names_in_files(model, modules)
-    return {*names, *names.values()}
+    conversions = model_conversions(model) if hasattr(model, "config") else []
+    found = {f"{module}.weight" for module in names}
+    for back in (c.reverse_transform() for c in conversions[::-1]):
+        found = {new for name in found for new in _converted(name, back)}
+    return {*names, *names.values(), *(name.removesuffix(".weight") for name in found)}
+
+
+def _converted(name: str, conversion: Any) -> list[str]:
+    """All names that `conversion` makes of the tensor `name`; itself if it makes none."""
+    first, *others = conversion.target_patterns
+    new, matched = conversion.rename_source_key(name)
+    if matched is None or not isinstance(conversion, WeightConverter):
+        return [new]
+    return [new, *(new.replace(first, other, 1) for other in others)]

@@ -83,7 +83,7 @@ from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.linears import Chosen
-from moe_nvfp4.quantize.names import PER_EXPERT, PRE_QUANT_SCALE, ignore_patterns, projections
+from moe_nvfp4.quantize.names import PER_EXPERT, PRE_QUANT_SCALE, TABLE, ignore_patterns, projections
 from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.quantize.unwritten import Unwritten
 from moe_nvfp4.weights import check_block_scales, check_global_scale
@@ -296,7 +296,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
     def _name_dense(self, model: nn.Module, experts: Iterable[str], excluded: Iterable[str]) -> None:
         """Add the modules of `model` that are dense to the config's ignore list."""
         config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
-        linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        # Who sees files only takes a table for a linear, unless its name says what it is
+        linears = {n for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))}
+        linears = {name for name in linears if not TABLE.search(f"{name}.weight")}
         routers = {n for n, m in model.named_modules() if n.endswith((".gate", ".router"))}
         packed = {n for n, m in model.named_modules() if isinstance(m, NVFP4Linear)}
         packed |= {linear.model for fused in self.chosen.fused for linear in fused}

@@ -26,6 +26,7 @@ from moe_nvfp4.integrations.huggingface.linears import to_linear
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import THRESHOLDS, peak_while_loading, reference_layer, relative_error
 from tests.folders import (
     CONFIGS,
@@ -499,3 +500,30 @@ def test_packed_linears_offload_compile_and_generate(tmp_path):
     x = torch.randn(2, 3, 64)
     torch.compiler.reset()
     assert torch.equal(torch.compile(attention, fullgraph=True)(x), attention(x))
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("family", ["kimi_k25", "muse_spark"])
+def test_dense_modules_are_ignored_under_their_names_in_files(family, tmp_path):
+    """Kimi-K2.5's files have q, k and v of the vision tower as one tensor, Muse Spark a table that is no "embed"."""
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    text = dict(SMALL, intermediate_size=48, moe_intermediate_size=48, num_experts_per_tok=2)
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, patch_size=4,
+                  pos_emb_height=4, pos_emb_width=4)  # fmt: skip
+    if family == "kimi_k25":
+        kind, config = module.Kimi_K25ForConditionalGeneration, dict(projection_hidden_size=32)
+        text |= dict(
+            model_type="deepseek_v3", n_routed_experts=4, n_group=1, topk_group=1, n_shared_experts=1,
+            first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16, v_head_dim=16, qk_rope_head_dim=16,
+            qk_nope_head_dim=16, num_key_value_heads=4,
+        )  # fmt: skip
+    else:
+        audio = dict(patch_sizes=[4], hidden_sizes=[32], depths=[1], num_hidden_layers=1, out_hidden_size=64)
+        kind, config = module.MuseSparkForConditionalGeneration, dict(out_hidden_size=128, projector_hidden_size=64)
+        config |= dict(audio_config=audio)
+        text |= dict(num_local_experts=4, moe_hidden_size=32, layer_types=["full_attention"] * 2,
+                     layer_rope_theta=[1e4, 0], mlp_layer_types=["sparse"] * 2)  # fmt: skip
+        vision |= dict(layer_types=["full_attention"])
+    model = make(lambda: kind(kind.config_class(text_config=text, vision_config=vision, **config)))
+    swap_experts(model, progress=False).save_pretrained(tmp_path)
+    assert verify_checkpoint(tmp_path).warnings == []
