@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from types import ModuleType
 
 import torch
@@ -202,11 +202,35 @@ class _Draft:
     def leave(self, module: str) -> bool:
         """Whether the experts module `module` is left as it is."""
         if module not in self.modules:
-            self.modules[module] = why = _why_not(module, self.source, self.options)
+            self.modules[module] = why = self._why_not(module)
             if why is not None:
                 self.excluded.add(module)
                 self.skipped[module] = why
         return self.modules[module] is not None
+
+    def _why_not(self, module: str) -> str | None:
+        """Why the experts module `module` is left as it is; None: it is quantized."""
+        if any(self.named(module, pattern) for pattern in self.options.exclude):
+            return "excluded"
+        if self.options.include is not None and not any(self.named(module, p) for p in self.options.include):
+            return "not included"
+        return MTP if is_mtp(module, self.source.layers) else None
+
+    def named(self, module: str, pattern: str) -> bool:
+        """Whether a pattern of exclude or include matches an experts module, by its name in files or in transformers,
+        which `info` shows: linears are matched by both, and the experts beside them must not stay behind."""
+        names = aliases(module)
+        if self.model is not None and (name := self.model.experts_module(module)) is not None:
+            names.append(name)
+        return any(names_experts(pattern, name) for name in names)
+
+    @cached_property
+    def model(self) -> ModelTensors | None:
+        """The model that the files belong to; None: transformers does not know it, and names in files decide."""
+        try:
+            return ModelTensors.of(self.source)
+        except UnknownModel:
+            return None
 
     def copy(
         self, name: str, stored: TensorSlice, new: str | None = None, check: Callable[[Tensor, str], None] | None = None
@@ -259,7 +283,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
     patterns = (*options.exclude, *(options.include or ()))
     modules = tuple(sorted(draft.modules, key=by_number))
     skipped = {name: draft.skipped[name] for name in sorted(draft.skipped, key=by_number)}
-    unmatched = tuple(p for p in patterns if not any(_names(p, module) for module in draft.modules)
+    unmatched = tuple(p for p in patterns if not any(draft.named(module, p) for module in draft.modules)
                       and (draft.unmatched is None or p not in options.exclude or p in draft.unmatched))  # fmt: skip
     jobs = tuple(_in_files_that_load(draft))
     return ConversionPlan(
@@ -323,15 +347,11 @@ def _quantize_linears(draft: _Draft, others: Mapping[str, tuple[Matrix, tuple[st
     """Plan to quantize the linears that the options ask for. others: those that are FP8 or MXFP4, with their tensors'
     names."""
     source, options = draft.source, draft.options
-    try:
-        model = ModelTensors.of(source)
-    except UnknownModel:
-        model = None
     weights = {name.removesuffix(".weight"): stored for name, stored in draft.left.items()
                if name.endswith(".weight") and stored.dtype in DENSE}  # fmt: skip
     shapes = {stem: stored.shape for stem, stored in weights.items()}
     shapes |= {stem: (matrix.rows, matrix.columns) for stem, (matrix, _) in others.items()}
-    chosen = choose(linears_in_files(source, shapes, model), options.linears, options.exclude, str(source.folder))
+    chosen = choose(linears_in_files(source, shapes, draft.model), options.linears, options.exclude, str(source.folder))
     draft.skipped |= chosen.left
     draft.fused, draft.unmatched = chosen.fused, chosen.unmatched
     for fused in draft.fused:
@@ -372,20 +392,6 @@ def _quantize_experts(draft: _Draft, experts: Experts) -> None:
         for new, part in bias_parts(stored, stems, experts.interleaved):
             draft.copy(name, part, new)
     draft.take((*experts.tensors, *experts.biases), experts.module)
-
-
-def _names(pattern: str, module: str) -> bool:
-    """Whether a pattern of exclude or include matches an experts module, by its name in files or in transformers."""
-    return any(names_experts(pattern, name) for name in aliases(module))
-
-
-def _why_not(module: str, source: Checkpoint, options: Options) -> str | None:
-    """Why the experts module `module` is left as it is; None: it is quantized."""
-    if any(_names(pattern, module) for pattern in options.exclude):
-        return "excluded"
-    if options.include is not None and not any(_names(pattern, module) for pattern in options.include):
-        return "not included"
-    return MTP if is_mtp(module, source.layers) else None
 
 
 def _check_nothing_missed(draft: _Draft) -> None:
