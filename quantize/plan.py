@@ -437,7 +437,7 @@ def _carry(draft: _Draft, source: Dialect) -> None:
     if options.exclude or options.include is not None or options.linears:
         raise ValueError("--exclude, --include and --linears choose what is quantized, and these weights are NVFP4 "
                          "already: leave them out, or quantize the original checkpoint")  # fmt: skip
-    _, files = nvfp4_files(draft.source)
+    files = _read(draft.source, source)
     _fp8_next_to_nvfp4(draft, files)
     for name, matrix in files.matrices.items():
         _carry_matrix(draft, name, matrix)
@@ -549,13 +549,17 @@ def nvfp4_files(checkpoint: Checkpoint) -> tuple[QuantizationInfo, nvfp4.NVFP4Fi
     if info is None:
         raise ValueError(f"{checkpoint.folder} is not an NVFP4 checkpoint: its config.json has no such "
                          "quantization_config")  # fmt: skip
-    files = nvfp4.read(checkpoint, info.dialect)
+    return info, _read(checkpoint, info.dialect)
+
+
+def _read(checkpoint: Checkpoint, dialect: Dialect) -> nvfp4.NVFP4Files:
+    files = nvfp4.read(checkpoint, dialect)
     if files.parameters:
         raise ValueError(f"{checkpoint.folder}: the files have the parameters of 4-bit layers under their own names "
                          f"({next(iter(files.parameters))}; torch.save and save_original_format=False write them), "
                          "which only from_pretrained reads: load the model, and save_pretrained it, unless it is "
                          "ERNIE 4.5 VL, which has no other names")  # fmt: skip
-    return info, files
+    return files
 
 
 def nothing_there(folder: str, files: nvfp4.NVFP4Files, dialect: Dialect) -> str:

@@ -265,10 +265,10 @@ def report_unused(model: Any, found: CheckpointLayout, mtp: MtpTensors) -> None:
             f"{len(keys)} scales of a quantized KV cache are left out ({keys[0]}, ...): transformers keeps its cache "
             "in the model's dtype, which needs none"
         )
-        _leave_out(model, KV_SCALE.pattern)
+        leave_out(model, KV_SCALE.pattern)
     if found.left_out:
         logger.warning(NO_STATIC.format("some experts have none"))
-        _leave_out(model, rf"{found.dialect.input_scale}$")
+        leave_out(model, rf"{found.dialect.input_scale}$")
     fp8 = [linear.module for linear in found.linears.values() if linear.kind == "fp8"]
     if fp8:
         logger.warning(f"{len(fp8)} FP8 linears are made dense ({fp8[0]}, ...); their inputs are not rounded to FP8")
@@ -276,7 +276,7 @@ def report_unused(model: Any, found: CheckpointLayout, mtp: MtpTensors) -> None:
         logger.warning(f"the FP8 experts of {len(fp8)} layers are made dense ({fp8[0]}, ...)")
 
 
-def _leave_out(model: Any, names: str) -> None:
+def leave_out(model: Any, names: str) -> None:
     """Keep transformers from reporting tensors of the files whose names match the expression `names`."""
     ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     model._keys_to_ignore_on_load_unexpected = ignored | {names}

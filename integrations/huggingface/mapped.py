@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
-from moe_nvfp4.integrations.huggingface.files import EXPERT
+from moe_nvfp4.integrations.huggingface.files import EXPERT, leave_out
 from moe_nvfp4.mapped import Matrix
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
 from moe_nvfp4.quantize.layouts import ExpertLayout
@@ -40,8 +40,7 @@ class InFiles:
         # of each module: its parameters on meta, and where the files have them
         self._left: dict[HFExperts, tuple[dict[str, Any], dict[str, list[list[Matrix]]]]] = {}
         wanted = {f"{name}.{key}": (m, key) for name, m in experts.items() for key in (m.up_name, "down_proj")}
-        ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        for parameter, matrices in matrices_of(source, model, conversions, wanted).items():
+        for parameter, matrices in _matrices_of(source, model, conversions, wanted).items():
             module, key = wanted[parameter]
             parameters, places = self._left.setdefault(module, ({}, {}))
             for k in [k for k in (key, f"{key}_sf") if k in module._parameters]:
@@ -49,8 +48,7 @@ class InFiles:
                 parameters[k] = vars(module)[k] = module._parameters.pop(k)
                 parameters[k]._is_hf_initialized = True
             places[key] = [[Matrix(*((t.file, t.start) for t in pair)) for pair in parts] for parts in matrices]
-            ignored.add(re.escape(parameter.removeprefix(f"{model.base_model_prefix}.")) + "(_sf)?$")
-        model._keys_to_ignore_on_load_unexpected = ignored
+            leave_out(model, re.escape(parameter.removeprefix(f"{model.base_model_prefix}.")) + "(_sf)?$")
 
     def map(self) -> None:
         """Give the modules their parameters back, mapped from the files."""
@@ -61,7 +59,7 @@ class InFiles:
             module.map_files(places)
 
 
-def matrices_of(
+def _matrices_of(
     source: Checkpoint, model: nn.Module, conversions: list, parameters: Collection[str]
 ) -> dict[str, list[list[tuple[TensorSlice, TensorSlice]]]]:
     """Where the files have each expert's matrices: parameter -> for each expert, (codes, block scales) of each matrix,

@@ -23,10 +23,9 @@ WRAPPED = re.compile(r"(\.(base_layer|original_module|token_adapter))+$")  # mod
 def check_savable(model: Any, state: Mapping[str, Tensor] | None = None) -> None:
     """NotImplementedError for experts that stay in files, for layers of several activations, for weights that another
     library quantized, for a model of which each rank has some layers, and for one that FSDP has split, not transformers
-    (it gathers), unless its `state` is given;
-    ValueError for parameters without numbers, codes that are no bytes, parameters that are parametrized, adapters
-    inside the model, static activation scales in some layers only, another number of experts than the config's, and a
-    `state` of something else."""
+    (it gathers), unless its `state` is given; ValueError for parameters without numbers, codes that are no bytes,
+    parameters that are parametrized, adapters inside the model, static activation scales in some layers only, another
+    number of experts than the config's, and a `state` of something else."""
     own = getattr(model.config, "distributed_config", None) or getattr(model, "_tp_size", None)
     if pipeline_stages(model) > 1:
         raise NotImplementedError(
