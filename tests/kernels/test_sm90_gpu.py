@@ -280,6 +280,18 @@ def test_compiles_as_one_graph():
         assert torch.equal(compiled(x, ids, weights), layer(x, ids, weights))
 
 
+@pytest.mark.filterwarnings("ignore:4-bit weights are brought", "ignore:The CUDA Graph is empty")
+def test_weights_are_not_packed_in_a_capture():
+    """Packing reads values back to the host: compiled code does so at every call if no one has called prepare()."""
+    layer = make_layer(16, 256, 128)
+    x, (ids, weights) = tokens(7, 256), routing(7, 16, 2)
+    compiled = torch.compile(layer, fullgraph=True)
+    want = compiled(x, ids, weights)
+    with pytest.raises(RuntimeError, match="prepare_model"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        compiled(x, ids, weights)
+    assert torch.equal(layer(x, ids, weights), want)
+
+
 def test_a_token_of_nan_spoils_itself_only():
     layer = make_layer(8, 256, 128)
     for T in (5, 70, 300):

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_nvfp4.devices import capturing
 from moe_nvfp4.kernels.common.tensors import warn_unpacked
 from moe_nvfp4.weights import ExpertWeights, Matrices
 
@@ -52,10 +53,15 @@ def pack(codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Escapes 
     """uint8 codes [E, N, K/2] and e4m3 bytes [E, N, K/16] -> units, int32 [E, M64, K64, 576], with M64 and K64 units
     along rows and columns, and escapes.
 
-    Reads values back to the host, to find the escapes. ValueError for NaN or negative scales, and
-    for interleaved halves with an odd N.
+    Reads values back to the host, to find the escapes: RuntimeError where a CUDA graph is being captured. ValueError
+    for NaN or negative scales, and for interleaved halves with an odd N.
     """
     E, N, half = codes.shape
+    if capturing(codes.device):
+        raise RuntimeError(
+            "4-bit weights would be brought into the Hopper kernels' layout while a CUDA graph is captured: call "
+            "prepare_model(model), or the modules' prepare(), before the capture or torch.compile"
+        )
     if interleaved and N % 2:
         raise ValueError(f"gate and up halves need an even number of rows, got {N}")
     if E and not sf.is_meta and (sf >= 0x7F).any():
