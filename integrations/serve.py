@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from moe_nvfp4.quantize.plan import becomes_nvfp4, quantized_form
+from moe_nvfp4.quantize.source import becomes_nvfp4, quantized_form
 
 ENGINES = ("vllm", "transformers")
 # `vllm serve`, which asks for the version of a package "vllm": that for CPUs is another, as vLLM's platforms know

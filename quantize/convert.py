@@ -52,8 +52,9 @@ from moe_nvfp4.quantize.layouts import nvfp4
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
 from moe_nvfp4.quantize.names import PER_EXPERT
 from moe_nvfp4.quantize.options import Options
-from moe_nvfp4.quantize.plan import ConversionPlan, nvfp4_info, plan
+from moe_nvfp4.quantize.plan import ConversionPlan, plan
 from moe_nvfp4.quantize.report import ConversionReport, readable_size
+from moe_nvfp4.quantize.source import nvfp4_info
 from moe_nvfp4.quantize.work import default_workers, run_jobs
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.layouts import Matrix
 from moe_nvfp4.quantize.layouts.base import Given
-from moe_nvfp4.quantize.plan import quantized_layouts, quantized_weights
+from moe_nvfp4.quantize.source import quantized_layouts, quantized_weights
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.layouts.nvfp4 import NVFP4Matrix
 from moe_nvfp4.quantize.linears import group_of
 from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, PRE_QUANT_SCALE, is_mtp
-from moe_nvfp4.quantize.plan import nvfp4_files
+from moe_nvfp4.quantize.source import nvfp4_files
 from moe_nvfp4.weights import check_block_scales
 
 if TYPE_CHECKING:

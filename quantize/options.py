@@ -34,7 +34,7 @@ class Options:
     device       where matrices are quantized (default: a GPU if there is one); the bytes are the same on all
     importance   the weights of errors, for a recipe that needs them (quantize.importance.load_importance)
     codes        the experts, quantized already, for a recipe that makes them from a text (quantize.codes)
-    dtype        the dtype of dense weights (`plan.dense_dtype`), as safetensors writes it, or None. `plan` fills it in
+    dtype        the dtype of dense weights (`source.dense_dtype`), as safetensors writes it, or None; `plan` sets it
 
     Raises ValueError for unknown values, TypeError for patterns that are not strings.
     """

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.dialects import (
-    DIALECTS,
     GLOBAL_SCALES,
     MODELOPT,
     Dialect,
     QuantizationInfo,
-    read_config,
 )
-from moe_nvfp4.quantize.files import NAMED_WEIGHTS, TORCH_DTYPES, Checkpoint, TensorSlice, expert_counts, read_json
+from moe_nvfp4.quantize.files import NAMED_WEIGHTS, Checkpoint, TensorSlice, expert_counts
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.jobs import (
     Job,
@@ -43,7 +38,6 @@ from moe_nvfp4.quantize.layouts import (
     Matrix,
     dbrx,
     fp8,
-    mxfp4,
     nvfp4,
     one_by_one,
     stacked,
@@ -69,48 +63,18 @@ from moe_nvfp4.quantize.names import (
 )
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import recipe_named
+from moe_nvfp4.quantize.source import (
+    DTYPES,
+    dense_dtype,
+    nothing_there,
+    nvfp4_info,
+    quantized_layouts,
+    quantized_weights,
+    read_nvfp4,
+)
 from moe_nvfp4.weights import FUSED_LINEARS, check_block_scales
 
 DENSE_LAYOUTS = (one_by_one, stacked, dbrx)  # which any source may have
-
-
-def quantized_layouts(q: Mapping) -> tuple[ModuleType, ...]:
-    """The layouts of quantized weights in files with this quantization_config; none: they are dense, or unknown."""
-    if mxfp4.describes(q):
-        return (mxfp4,)
-    return (fp8, mxfp4) if q.get("quant_method") == "fp8" else ()  # DeepSeek V4 has both
-
-
-def quantized_form(config: Mapping) -> str | None:
-    """What a checkpoint's config, or its quantization_config, says that the files are: "NVFP4", or "MXFP4" or "FP8",
-    which a conversion makes NVFP4; None: dense. ValueError for other formats."""
-    q: Mapping = config.get("quantization_config", config if "quant_method" in config else None) or {}
-    if not q:
-        return None
-    if mxfp4.describes(q):
-        return "MXFP4"
-    if read_config(config) is not None:
-        return "NVFP4"
-    if not quantized_layouts(q):
-        raise ValueError(f"the files are quantized with {q.get('quant_method')!r}; this library reads fp8 (in blocks), "
-                         f"MXFP4, and NVFP4 of {' or '.join(DIALECTS)}: use the original checkpoint")  # fmt: skip
-    return "FP8"
-
-
-def becomes_nvfp4(config: Mapping) -> str | None:
-    """ "MXFP4" or "FP8", if that is the `quantized_form`; else None, for formats that are not read, too."""
-    try:
-        form = quantized_form(config)
-    except ValueError:
-        return None
-    return form if form in ("MXFP4", "FP8") else None
-
-
-def quantized_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
-    """The quantized weights of a source that files keep one by one: stem -> matrix, its tensors' names."""
-    layouts = quantized_layouts(source.config.get("quantization_config") or {})
-    found = fp8.block_weights(source, left) if fp8 in layouts else {}
-    return found | (mxfp4.weights(left) if mxfp4 in layouts else {})
 
 
 @dataclass(frozen=True)
@@ -437,7 +401,7 @@ def _carry(draft: _Draft, source: Dialect) -> None:
     if options.exclude or options.include is not None or options.linears:
         raise ValueError("--exclude, --include and --linears choose what is quantized, and these weights are NVFP4 "
                          "already: leave them out, or quantize the original checkpoint")  # fmt: skip
-    files = _read(draft.source, source)
+    files = read_nvfp4(draft.source, source)
     _fp8_next_to_nvfp4(draft, files)
     for name, matrix in files.matrices.items():
         _carry_matrix(draft, name, matrix)
@@ -527,56 +491,6 @@ def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
     return new
 
 
-def nvfp4_info(source: Checkpoint) -> QuantizationInfo | None:
-    """What the configs say about NVFP4; None for dense, FP8 and MXFP4 sources. ValueError for other formats."""
-    q: Mapping = source.config.get("quantization_config") or {}
-    method, hf = q.get("quant_method"), source.folder / "hf_quant_config.json"
-    if not q and not hf.is_file():
-        return None
-    if mxfp4.describes(q):
-        return None
-    info = read_config(source.config, read_json(hf) if hf.is_file() else None)
-    if info is None and not quantized_layouts(q):
-        raise ValueError(f"{source.folder} is quantized with {method!r}; this library reads fp8 (in blocks), MXFP4, "
-                         f"and NVFP4 of {' or '.join(DIALECTS)}: quantize the original checkpoint")  # fmt: skip
-    return info
-
-
-def nvfp4_files(checkpoint: Checkpoint) -> tuple[QuantizationInfo, nvfp4.NVFP4Files]:
-    """What an NVFP4 checkpoint's config says, and what its files hold. ValueError if it is not NVFP4, is damaged,
-    or has names that only from_pretrained reads."""
-    info = nvfp4_info(checkpoint)
-    if info is None:
-        raise ValueError(f"{checkpoint.folder} is not an NVFP4 checkpoint: its config.json has no such "
-                         "quantization_config")  # fmt: skip
-    return info, _read(checkpoint, info.dialect)
-
-
-def _read(checkpoint: Checkpoint, dialect: Dialect) -> nvfp4.NVFP4Files:
-    files = nvfp4.read(checkpoint, dialect)
-    if files.parameters:
-        raise ValueError(f"{checkpoint.folder}: the files have the parameters of 4-bit layers under their own names "
-                         f"({next(iter(files.parameters))}; torch.save and save_original_format=False write them), "
-                         "which only from_pretrained reads: load the model, and save_pretrained it, unless it is "
-                         "ERNIE 4.5 VL, which has no other names")  # fmt: skip
-    return files
-
-
-def nothing_there(folder: str, files: nvfp4.NVFP4Files, dialect: Dialect) -> str:
-    """The error message for files without an NVFP4 matrix whose config says that they are NVFP4."""
-    why = (
-        "a shard is missing, or the config is of other files; if they are dense (a model that from_config made of a "
-        "4-bit folder's config was saved), remove its quantization_config"
-    )
-    for other in DIALECTS.values():
-        if other is not dialect and any(name.endswith(f".{other.global_scale}") for name in files.tensors):
-            why = (
-                f"they are named as {other.name} names them, and the config is {dialect.name}'s: copy the config that "
-                "belongs to the files"
-            )
-    return f"{folder} says NVFP4 in its config, but no tensor ends in .{dialect.global_scale}: {why}"
-
-
 def separate_scales(matrices: Mapping[str, Matrix]) -> Iterator[tuple[str, str, tuple[Tensor, Tensor]]]:
     """(gate's stem, up's stem, their global scales, fp32 0-d) of each expert whose gate and up have different ones."""
     for gate, matrix in matrices.items():
@@ -623,29 +537,3 @@ def plan_of(
     chosen = None if info or include is None else tuple(include)
     dialect = dialect or (info.dialect if info else MODELOPT)
     return plan(checkpoint, Options("max", include=chosen, dialect=dialect.name, device="cpu"))
-
-
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # in safetensors -> in a config
-
-
-def config_dtype(config: Mapping) -> str | None:
-    """The dtype that a config names for its weights, as safetensors writes it ("BF16"); None if it names none."""
-    known = {name: stored for stored, name in DTYPES.items()}
-    named = [c.get("dtype") or c.get("torch_dtype") for c in (config, config.get("text_config") or {})]
-    found = [known[d] for d in (str(d).removeprefix("torch.") for d in named) if d in known]
-    return found[0] if found else None
-
-
-def dense_dtype(checkpoint: Checkpoint) -> str | None:
-    """The dtype of a model with these files: the one that the config names, else that of most bytes of dense weights,
-    as safetensors writes it; None if there are none."""
-    sizes = Counter[str]()
-    for stored in checkpoint.tensors.values():
-        if stored.dtype in DTYPES:
-            sizes[stored.dtype] += stored.size
-    return config_dtype(checkpoint.config) or max(sizes, key=lambda dtype: sizes[dtype], default=None)
-
-
-def model_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype to load these files in: `dense_dtype`; bf16 if there is none."""
-    return TORCH_DTYPES[dense_dtype(checkpoint) or "BF16"]

@@ -17,8 +17,9 @@ from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open
 from moe_nvfp4.quantize.layouts import ErrorSums, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel, model_config
 from moe_nvfp4.quantize.names import DENSE, PRE_QUANT_SCALE, by_number, is_dense_linear, is_scale, up_of
-from moe_nvfp4.quantize.plan import nothing_there, nvfp4_files, scale_warnings
+from moe_nvfp4.quantize.plan import scale_warnings
 from moe_nvfp4.quantize.settings import differences, settings
+from moe_nvfp4.quantize.source import nothing_there, nvfp4_files
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 PIECE = 1 << 22  # bytes read at once

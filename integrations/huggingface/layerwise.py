@@ -38,7 +38,7 @@ from moe_nvfp4.quantize.dense import dense_tensors
 from moe_nvfp4.quantize.files import Checkpoint, identity_experts, open_checkpoint
 from moe_nvfp4.quantize.layouts.base import Given
 from moe_nvfp4.quantize.model import ModelTensors
-from moe_nvfp4.quantize.plan import model_dtype, nvfp4_info
+from moe_nvfp4.quantize.source import model_dtype, nvfp4_info
 
 
 class _LayerDone(Exception):

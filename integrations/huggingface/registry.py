@@ -68,7 +68,7 @@ from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, dense_for
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.quantize.dialects import DIALECTS, dialect_of_method, read_config
 from moe_nvfp4.quantize.layouts import mxfp4
-from moe_nvfp4.quantize.plan import becomes_nvfp4
+from moe_nvfp4.quantize.source import becomes_nvfp4
 
 logger = logging.get_logger(__name__)
 registries: Any = auto  # Any, because its annotations admit only transformers' own classes

@@ -23,8 +23,8 @@ from moe_nvfp4.integrations.vllm.unwritten import Converted
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
 from moe_nvfp4.quantize.files import Checkpoint, open_checkpoint
 from moe_nvfp4.quantize.options import Options
-from moe_nvfp4.quantize.plan import becomes_nvfp4
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
+from moe_nvfp4.quantize.source import becomes_nvfp4
 from moe_nvfp4.weights import ACTIVATIONS
 
 VERSIONS = (0, 26), (0, 33)  # the oldest and the newest version whose interfaces were compared

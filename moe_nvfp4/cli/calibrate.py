@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import calibrate, set_activations
     from moe_nvfp4.quantize.convert import copy_files, other_files, surplus_of
     from moe_nvfp4.quantize.files import StagingDir, open_checkpoint
-    from moe_nvfp4.quantize.plan import model_dtype
+    from moe_nvfp4.quantize.source import model_dtype
 
     if args.destination.exists():
         raise ValueError(f"{args.destination} exists: name a folder that does not, or remove it first")

@@ -169,7 +169,7 @@ def empty_model(config: Any, source: str) -> Any:
 def form_of(config: Any, name: str) -> str | None:
     """What the files of model `name` hold: "NVFP4"; "MXFP4" or "FP8", which become NVFP4 while they load; None: dense.
     ValueError for other formats."""
-    from moe_nvfp4.quantize.plan import quantized_form
+    from moe_nvfp4.quantize.source import quantized_form
 
     quantization = config.to_dict().get("quantization_config")
     try:

@@ -78,9 +78,9 @@ def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.quantize.files import StagingDir, open_checkpoint
     from moe_nvfp4.quantize.importance import load_importance
     from moe_nvfp4.quantize.options import Options
-    from moe_nvfp4.quantize.plan import nvfp4_info
     from moe_nvfp4.quantize.recipes import recipe_named
     from moe_nvfp4.quantize.report import readable_size
+    from moe_nvfp4.quantize.source import nvfp4_info
     from moe_nvfp4.quantize.verify import verify_checkpoint
 
     source, recipe = folder(args.source), args.recipe or DEFAULT_RECIPE

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from moe_nvfp4.integrations.huggingface.misread import judge
     from moe_nvfp4.progress import progress_bar
     from moe_nvfp4.quantize.files import open_checkpoint
-    from moe_nvfp4.quantize.plan import model_dtype
+    from moe_nvfp4.quantize.source import model_dtype
 
     for option in ("against", "plot"):
         if getattr(args, option) is not None:
