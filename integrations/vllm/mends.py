@@ -1,5 +1,5 @@
-"""What vLLM itself gets wrong, put right in this process: its kernels for CPUs (0.32), a loader, and what it makes of
-transformers' models. Each is put right once, however often it is asked for."""
+"""What vLLM and its compiler get wrong, put right in this process: its kernels for CPUs (0.32), a loader, and what it
+makes of transformers' models. Each is put right once, however often it is asked for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.platforms import current_platform
 
 
 def complete() -> None:
@@ -18,6 +20,7 @@ def complete() -> None:
     complete_rope()
     complete_loader()
     complete_fuser()
+    complete_compiler()
 
 
 @cache
@@ -107,6 +110,25 @@ def complete_fuser() -> None:
         return None if own else before(moe_block, experts_name)
 
     MoEBlockFuser.match = staticmethod(match)
+
+
+@cache
+def complete_compiler() -> None:
+    """Have Inductor (torch 2.13) compute what reads a tensor that another kernel fills (vLLM's `onednn_mm`) after that
+    kernel. On CPUs it gives fused nodes other loops, and then forgets the names that such tensors have once they are
+    filled: DeepSeek's router with 4-bit `o_proj` read the scores of its gate before they were computed."""
+    if not current_platform.is_cpu():
+        return
+    from torch._inductor.scheduler import SchedulerNode  # takes a second to import
+
+    before = SchedulerNode.recompute_size_and_body
+
+    def recompute_size_and_body(self, *arguments, **named):
+        before(self, *arguments, **named)
+        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute_size_and_body
+    torch.compiler.config.cache_key_tag += "moe_nvfp4"  # torch's caches of graphs that were compiled without this
 
 
 @cache

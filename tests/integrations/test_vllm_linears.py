@@ -18,7 +18,7 @@ from moe_nvfp4.integrations.vllm.config import MoeNvfp4Config  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.dialects import DIALECTS  # noqa: E402
 from moe_nvfp4.quantize.options import Options  # noqa: E402
-from tests.integrations.test_vllm import MOST, _tokenizer, by_transformers, same, tiny  # noqa: E402
+from tests.integrations.test_vllm import MOST, _tokenizer, by_transformers, latent_attention, same, tiny  # noqa: E402
 from tests.integrations.vllm_engine import PROMPTS, engine, generate, lora, on_two_ranks  # noqa: E402
 
 IGNORE = {"modelopt": ["lm_head", "*.gate", "*.shared_expert_gate"], "compressed-tensors": ["lm_head", "re:.*gate$"]}
@@ -46,6 +46,14 @@ def test_folders_of_ours(folders, one_rank, name):
     assert any("q_proj.weight_scale" in key for key in files)
     assert any("lm_head.weight_scale" in key for key in files) == (name != "attention")
     same(one_rank if name == "modelopt" else generate(folders / name), by_transformers(folders / name))
+
+
+def test_compiled(tmp_path, monkeypatch):
+    """As vLLM does by default. Inductor (torch 2.13) computes this model's router before the scores that it reads."""
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    options = Options(linears="attention")
+    convert_checkpoint(folder(tmp_path, latent_attention), tmp_path / "nvfp4", options, progress=False)
+    same(generate(tmp_path / "nvfp4", enforce_eager=False), by_transformers(tmp_path / "nvfp4"))
 
 
 def test_vllm_itself_finds_the_head(folders):
