@@ -4,7 +4,7 @@ makes of transformers' models. Each is put right once, however often it is asked
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ def complete() -> None:
     complete_loader()
     complete_fuser()
     complete_compiler()
+    complete_names()
 
 
 @cache
@@ -129,6 +130,28 @@ def complete_compiler() -> None:
 
     SchedulerNode.recompute_size_and_body = recompute_size_and_body
     torch.compiler.config.cache_key_tag += "moe_nvfp4"  # torch's caches of graphs that were compiled without this
+
+
+@cache
+def complete_names() -> None:
+    """Have DeepSeek's attention without latents (DeepSeek-VL2 Tiny and Small, DeepSeek-OCR) name its linears. Without a
+    name nobody can tell whether the files have a linear in 4-bit."""
+    from vllm.model_executor.models import deepseek_v2
+
+    before = deepseek_v2.DeepseekAttention.__init__
+    linears = {"qkv_proj": "QKVParallelLinear", "o_proj": "RowParallelLinear"}
+
+    def __init__(self, *arguments, prefix: str = "", **named):
+        classes = {kind: getattr(deepseek_v2, kind) for kind in linears.values()}
+        for name, kind in linears.items():
+            setattr(deepseek_v2, kind, partial(classes[kind], prefix=f"{prefix}.{name}"))
+        try:
+            before(self, *arguments, prefix=prefix, **named)
+        finally:
+            for kind, made in classes.items():
+                setattr(deepseek_v2, kind, made)
+
+    deepseek_v2.DeepseekAttention.__init__ = __init__
 
 
 @cache

@@ -14,6 +14,7 @@ from tests.models import SMALL, folder, load, qwen3_moe, tensors
 pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
 
 from moe_nvfp4.backends import PACKAGES, Device  # noqa: E402
+from moe_nvfp4.integrations.vllm import mends  # noqa: E402
 from moe_nvfp4.integrations.vllm.config import MoeNvfp4Config  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.dialects import DIALECTS  # noqa: E402
@@ -54,6 +55,22 @@ def test_compiled(tmp_path, monkeypatch):
     options = Options(linears="attention")
     convert_checkpoint(folder(tmp_path, latent_attention), tmp_path / "nvfp4", options, progress=False)
     same(generate(tmp_path / "nvfp4", enforce_eager=False), by_transformers(tmp_path / "nvfp4"))
+
+
+def test_linears_that_vllm_does_not_name(monkeypatch):
+    """Those of DeepSeek's attention without latents (DeepSeek-VL2 Tiny), which the files may have in 4-bit."""
+    from vllm.model_executor.models import deepseek_v2
+
+    mends.complete_names()
+    made = []
+    for kind in ("QKVParallelLinear", "RowParallelLinear"):
+        monkeypatch.setattr(deepseek_v2, kind, lambda *_, prefix="", **__: made.append(prefix))
+    for kind in ("get_tensor_model_parallel_world_size", "get_rope", "Attention"):
+        monkeypatch.setattr(deepseek_v2, kind, lambda *_, **__: 1)
+    whole = SimpleNamespace(model_config=SimpleNamespace(hf_config=None))
+    config = SimpleNamespace(num_key_value_heads=4, rope_parameters=None)
+    deepseek_v2.DeepseekAttention(whole, config, 128, 4, prefix="layers.0.self_attn")
+    assert made == ["layers.0.self_attn.qkv_proj", "layers.0.self_attn.o_proj"]
 
 
 def test_vllm_itself_finds_the_head(folders):
