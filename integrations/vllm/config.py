@@ -33,6 +33,8 @@ ON_CPUS = (0, 30)  # the oldest that routes tokens there by itself: before, its 
 READERS: dict[str, tuple[str, ...]] = {"modelopt": ("modelopt_mixed", "modelopt_fp4"), "compressed-tensors": ()}
 # model types whose head is dense in vLLM, whatever the files have
 DENSE_HEADS = ("gpt_oss", "jamba", "qwen3_next", "step3_text")
+# parts of vLLM's names of modules whose weights have another: Mamba in Granite 4, Falcon-H1 and Jamba, and LFM2-VL
+NAMES = ((".mixer.", ".mamba."), (".short_conv.", ".conv."), ("language.", "language_model."))
 VLLM = "vllm"
 LINEARS = (NAME, VLLM)
 FORM = "moe_nvfp4_from"  # the key that `convert` adds to a quantization_config, which vLLM may read again
@@ -348,8 +350,8 @@ class MoeNvfp4Config(QuantizationConfig):
 
     def ignores(self, prefix: str) -> bool:
         """Whether the config's ignore list matches a module of vLLM, or all the modules that are fused into it."""
-        if ".mixer." in prefix and self.ignores(prefix.replace(".mixer.", ".mamba.")):
-            return True  # in vLLM a Mamba module of Granite 4, Falcon-H1 and Jamba has another name than its weights
+        if any(new in prefix and self.ignores(prefix.replace(new, name)) for new, name in NAMES):
+            return True
         if self.drafts and prefix.startswith(self.drafts):
             prefix = prefix.replace(self.drafts, "model.mtp_block.0.")
         head, _, last = prefix.rpartition(".")

@@ -73,6 +73,16 @@ def test_linears_that_vllm_does_not_name(monkeypatch):
     assert made == ["layers.0.self_attn.qkv_proj", "layers.0.self_attn.o_proj"]
 
 
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_modules_that_vllm_calls_otherwise(dialect, folders):
+    """LFM2-VL's, than its own mapper calls their weights."""
+    said = json.loads((folders / dialect / "config.json").read_text())["quantization_config"]
+    names = ["language_model.model.layers.0.conv.in_proj", "language_model.lm_head"]
+    config = MoeNvfp4Config.from_config(said | {"ignore": names})
+    assert config.ignores("language.model.layers.0.short_conv.in_proj") and config.ignores("language.lm_head")
+    assert not config.ignores("language.model.layers.1.short_conv.in_proj")
+
+
 def test_vllm_itself_finds_the_head(folders):
     """By its name, as the target Linear stands for classes whose names contain it, and that of heads does not."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
