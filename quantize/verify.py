@@ -23,6 +23,7 @@ from moe_nvfp4.quantize.source import nothing_there, nvfp4_files
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 PIECE = 1 << 22  # bytes read at once
+BOUNDS = ("_min", "_max")  # of a clamp, infinite where nothing is clipped: Gemma 4's audio tower
 
 
 @dataclass
@@ -41,9 +42,10 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     the checkpoint that it was made from: dense, FP8, MXFP4, or NVFP4 in any dialect and layout.
 
     Checked: headers and index; dtypes and shapes of codes and scales; block scales are neither negative nor NaN,
-    global scales positive and finite, dense and FP8 weights finite; every expert of a layer is complete; every scale
-    is read by something; no tensor that the model needs is missing, where transformers knows the model. With
-    `against`: none of its tensors is missing, and no expert is farther from it than quantizing can explain.
+    global scales positive and finite, dense and FP8 weights finite (bounds of a clamp may be infinite); every expert of
+    a layer is complete; every scale is read by something; no tensor that the model needs is missing, where transformers
+    knows the model. With `against`: none of its tensors is missing, and no expert is farther from it than quantizing
+    can explain.
     Raises ValueError naming the first tensor that fails.
     """
     checkpoint = open_checkpoint(folder)
@@ -193,9 +195,13 @@ def _check_fp8(name: str, scale: str, checkpoint: Checkpoint) -> None:
 
 
 def _check_dense(name: str, stored: TensorSlice) -> None:
+    bound = name.endswith(BOUNDS)
+
     def finite(piece: Tensor) -> None:
-        if not piece.view(TORCH_DTYPES[stored.dtype]).isfinite().all():
-            raise ValueError(f"{name} has NaN or Inf: the original has them too, or the file is damaged")
+        values = piece.view(TORCH_DTYPES[stored.dtype])
+        if (values.isnan() if bound else ~values.isfinite()).any():
+            what = "NaN" if bound else "NaN or Inf"
+            raise ValueError(f"{name} has {what}: the original has them too, or the file is damaged")
 
     _read(stored, finite if stored.dtype in DENSE else lambda piece: None)
 

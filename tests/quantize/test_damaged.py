@@ -440,6 +440,17 @@ def test_verify_finds_damage(case, tmp_path, capsys):
         assert f"{E3}.up_proj.weight_scale_2 stands for 0.00" in capsys.readouterr().err
 
 
+def test_verify_takes_infinite_bounds(tmp_path, capsys):
+    """Gemma 4's audio tower clamps by them, and where nothing is clipped they are infinite."""
+    bound = "audio_tower.layers.0.ffw_layer_1.input_max"
+    source = folder(tmp_path / "a", experts() | {bound: torch.tensor(torch.inf, dtype=torch.bfloat16)})
+    path = converted(source, tmp_path / "b")
+    assert cli.main(["verify", str(path), "--against", str(source)]) == 0
+    save_file(tensors(path) | {bound: torch.tensor(torch.nan)}, path / "model.safetensors", metadata={"format": "pt"})
+    assert cli.main(["verify", str(path)]) == 2
+    assert f"{bound} has NaN: the original" in capsys.readouterr().err
+
+
 FIRST, LAST = "model.layers.0.mlp.experts", "model.layers.1.mlp.experts"
 OTHERS = {
     "a layer less": (lambda f: [f.pop(n) for n in list(f) if LAST in n], f"{LAST}.0.* has no original in"),
