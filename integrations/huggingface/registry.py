@@ -211,7 +211,7 @@ def _as_either(theirs: type) -> type[MoeNvfp4Config]:
 
     transformers refuses a quantization_config whose class name differs from that of the class that read the folder.
     """
-    config = type(NAME, (MoeNvfp4Config,), {})
+    config = type(NAME, (MoeNvfp4Config,), {"__reduce__": _copies_as(MoeNvfp4Config)})
     config.__name__ = _Name(NAME, theirs.__name__)
     return config
 
@@ -224,8 +224,13 @@ def _with_attributes(theirs: Any) -> Any:
     """`theirs`; a subclass if transformers sets no attributes in it (Quark's). A copy is of `theirs` again."""
     if issubclass(theirs, registries.LOADING_ATTRIBUTES_CONFIG_TYPES):
         return theirs
-    copied = lambda self: (object.__new__, (theirs,), vars(self))
-    return type(theirs.__name__, (theirs, _Attributes), {"__reduce__": copied})
+    return type(theirs.__name__, (theirs, _Attributes), {"__reduce__": _copies_as(theirs)})
+
+
+def _copies_as(config: type) -> Any:
+    """`__reduce__` of a class that was made here, which pickle would look for in vain: a copy is of the class `config`.
+    Some models (GraniteMoeSWA) copy their config into a module."""
+    return lambda self: (object.__new__, (config,), vars(self))
 
 
 NAME, OURS = "MoeNvfp4Config", (MoeNvfp4Config, _Attributes)

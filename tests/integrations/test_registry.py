@@ -1,8 +1,10 @@
 """Which reader gets which folder: this package's, transformers' own, or that of another package."""
 
+import copy
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -116,6 +118,15 @@ def test_a_model_outlives_the_registration(fresh, tmp_path):
     assert torch.equal(logits(model), expected)
     model.save_pretrained(tmp_path / "after")
     same_tensors(tmp_path / "before", tmp_path / "after")
+
+
+@needs_compressed_tensors
+def test_a_config_that_a_model_copied_can_be_pickled():
+    """GraniteMoeSWA copies its config into a module before the 4-bit one takes its place."""
+    config = json.loads(json.dumps(MoeNvfp4Config(dialect="compressed-tensors").to_dict()))
+    read = auto.AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"].from_dict(config)
+    for copied in (copy.deepcopy(read), pickle.loads(pickle.dumps(read))):
+        assert type(copied) is MoeNvfp4Config and copied.to_dict() == read.to_dict() == config
 
 
 @needs_compressed_tensors
