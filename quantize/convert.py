@@ -58,6 +58,7 @@ from moe_nvfp4.quantize.source import nvfp4_info
 from moe_nvfp4.quantize.work import default_workers, run_jobs
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+HEADS = ("head.safetensors", "readout.safetensors")  # of decision models, which transformers reads beside the weights
 TEMPLATES = "additional_chat_templates"  # the folder where tokenizers with several templates keep them, as *.jinja
 
 
@@ -197,14 +198,17 @@ def check_space(destination: Path, needed: int, *begun: Path) -> None:
 
 
 def other_files(checkpoint: Checkpoint) -> tuple[list[Path], dict[str, str]]:
-    """The files to copy, and name -> reason of those left out. Copied are the tokenizer, templates and whatever else
-    holds no weights and is not written anew. Hidden folders (.git, .cache) are no part of a checkpoint."""
+    """The files to copy, and name -> reason of those left out. Copied are the tokenizer, templates, decision heads, and
+    whatever else holds no weights and is not written anew. Hidden folders (.git, .cache) are no part of a
+    checkpoint."""
     anew, folder = {"config.json", "hf_quant_config.json"}, checkpoint.folder
     files = sorted(f for f in folder.iterdir() if f.is_file() and f.name not in anew)
     weights = (".safetensors", *OTHER_WEIGHTS)
     other = [f for f in files if f.suffix not in weights and not re.search(r"\.index(\..+)?\.json$", f.name)]
     left = {f.name: "weights in another format" for f in files if f.suffix in OTHER_WEIGHTS}
-    left |= {f.name: "a weight file that belongs to no part of this checkpoint" for f in checkpoint.ignored}
+    other += [f for f in checkpoint.ignored if f.name in HEADS]
+    ignored = {f.name for f in checkpoint.ignored}.difference(HEADS)
+    left |= dict.fromkeys(sorted(ignored), "a weight file that belongs to no part of this checkpoint")
     left |= {f.name: "a link to a file that is not there" for f in folder.iterdir() if not f.exists()}
     inside = {f.name for f in folder.iterdir() if f.is_dir() and f.name[0] != "."} - {TEMPLATES}
     left |= {f"{name}/": f"a folder: only {TEMPLATES} is copied" for name in sorted(inside)}

@@ -72,6 +72,8 @@ class ModelTensors:
         self._renamings = [c for c in conversions if not isinstance(c, WeightConverter)]
         self.tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self._optional = _expressions(model, "_keys_to_ignore_on_load_missing")
+        if self.name == "JevForDecision":  # its bias is 0, unless files have another: vLLM's decision heads have none
+            self._optional = [*self._optional, re.compile(r"^proj\.bias$")]
         self._surplus = _expressions(model, "_keys_to_ignore_on_load_unexpected")
         self._linears = {n for n, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
         # What transformers keeps in float32 in half-precision models. Files in float32 may be loaded as such

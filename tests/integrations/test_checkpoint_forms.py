@@ -546,3 +546,30 @@ def test_mixtral_as_llm_compressor_names_it(dialect, tmp_path):
     assert torch.equal(logits(model), logits(load(tmp_path / "own", torch.bfloat16)))
     model.save_pretrained(tmp_path / "saved")
     same_tensors(tmp_path / "own", tmp_path / "saved")
+
+
+@pytest.mark.skipif(not hasattr(transformers, "JevForDecision"), reason="this transformers has no decision models")
+@pytest.mark.parametrize("name, weight, bias", [("head", "proj.weight", True), ("readout", "weight", False)])
+def test_a_decision_head_beside_the_weights(name, weight, bias, tmp_path):
+    """It has a file of its own, which is copied; vLLM's has no bias, so that transformers' zeros stay."""
+    source = folder(tmp_path, qwen3_moe)
+    head = {weight: torch.randn(4, 64)} | ({"proj.bias": torch.randn(4)} if bias else {})
+    save_file(head, source / f"{name}.safetensors")
+    (source / "decision_config.json").write_text('{"codes": ["a", "b", "c", "d"], "temperature": 1.0}')
+    convert_checkpoint(source, tmp_path / "4-bit", progress=False)
+    kind, dtype = transformers.JevForDecision, dict(dtype=torch.float32)
+    model = kind.from_pretrained(tmp_path / "4-bit", **dtype)
+    assert torch.equal(model.proj.weight, head[weight]) and torch.equal(
+        model.proj.bias, head.get("proj.bias", torch.zeros(4))
+    )
+    here = dict(input_ids=torch.tensor([[3, 17, 40, 5]]), marks=torch.tensor([[2, 4]]))
+    here |= dict(num_options=torch.tensor([[2, 3]]), question_type_ids=torch.tensor([[0, 0]]))
+    scores = model(**here)
+    model.save_pretrained(tmp_path / "again")
+    flying = kind.from_pretrained(source, quantization_config=MoeNvfp4Config(), **dtype)
+    for other in (flying, kind.from_pretrained(tmp_path / "again", **dtype), model.dequantize()):
+        assert relative_error(other(**here), scores) < THRESHOLDS["fp32"]
+    for path in (source, tmp_path / "4-bit"):
+        (path / f"{name}.safetensors").unlink()
+    with pytest.raises(ValueError, match="proj.weight"):
+        kind.from_pretrained(tmp_path / "4-bit", **dtype)
