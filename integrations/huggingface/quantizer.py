@@ -594,6 +594,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 module.config._experts_implementation_internal = module.implementation
             if id(module) not in dense:
                 made = module.to_dense(dtype) if isinstance(module, HFExperts) else to_linear(module, dtype)
+                for part in made.modules():  # else `post_init`, of a model around this one say, makes random weights
+                    part._is_hf_initialized = True  # type: ignore[assignment]
                 dense[id(module)] = made
             model.set_submodule(name, dense[id(module)])
         model._weight_conversions = self.conversions.for_dense()

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import prune
-from transformers import AutoConfig, AutoModel, FineGrainedFP8Config
+from transformers import AutoConfig, AutoModel, FineGrainedFP8Config, PreTrainedModel
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -738,6 +738,23 @@ def test_dequantized_experts_are_exactly_what_the_4_bit_ones_were(tmp_path):
             name = "down_proj" if part == "down_proj" else "gate_up_proj"
             actual = getattr(dense.model.layers[1].mlp.experts, name)[e, rows]
             assert as_bytes(actual) == as_bytes(exact.float().bfloat16())
+
+
+def test_a_dequantized_model_keeps_its_weights_where_another_is_built_around_it(family):
+    """`post_init` of a model that has it as a part, a reward model say, initializes what has no mark."""
+
+    class Around(PreTrainedModel):
+        def __init__(self, inner):
+            super().__init__(AutoConfig.for_model("bert"))
+            self.inner = inner
+            self.post_init()
+
+    model = swap_experts(make(family, torch.float32), linears=["attention"], progress=False).dequantize()
+    before = copy.deepcopy(model.state_dict())
+    Around(model)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    after = Around(copy.deepcopy(model)).inner.state_dict()  # parameters that are copied lose marks of their own
+    assert all(torch.equal(t, before[name]) for name, t in after.items())
 
 
 @pytest.mark.slow_after(1)
