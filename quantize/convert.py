@@ -206,9 +206,11 @@ def other_files(checkpoint: Checkpoint) -> tuple[list[Path], dict[str, str]]:
     weights = (".safetensors", *OTHER_WEIGHTS)
     other = [f for f in files if f.suffix not in weights and not re.search(r"\.index(\..+)?\.json$", f.name)]
     left = {f.name: "weights in another format" for f in files if f.suffix in OTHER_WEIGHTS}
-    other += [f for f in checkpoint.ignored if f.name in HEADS]
-    ignored = {f.name for f in checkpoint.ignored}.difference(HEADS)
-    left |= dict.fromkeys(sorted(ignored), "a weight file that belongs to no part of this checkpoint")
+    for file in checkpoint.ignored:
+        if file.name in HEADS:
+            other.append(file)
+        else:
+            left[file.name] = "a weight file that belongs to no part of this checkpoint"
     left |= {f.name: "a link to a file that is not there" for f in folder.iterdir() if not f.exists()}
     inside = {f.name for f in folder.iterdir() if f.is_dir() and f.name[0] != "."} - {TEMPLATES}
     left |= {f"{name}/": f"a folder: only {TEMPLATES} is copied" for name in sorted(inside)}

@@ -33,9 +33,16 @@ def quantized_form(config: Mapping) -> str | None:
     if read_config(config) is not None:
         return "NVFP4"
     if not quantized_layouts(q):
-        raise ValueError(f"the files are quantized with {q.get('quant_method')!r}; this library reads fp8 (in blocks), "
-                         f"MXFP4, and NVFP4 of {' or '.join(DIALECTS)}: use the original checkpoint")  # fmt: skip
+        raise ValueError(f"the files are {_not_read(q)}: use the original checkpoint")
     return "FP8"
+
+
+def _not_read(q: Mapping) -> str:
+    """What error messages say of files with this quantization_config, which no layout reads."""
+    return (
+        f"quantized with {q.get('quant_method')!r}; this library reads fp8 (in blocks), MXFP4, and NVFP4 of "
+        f"{' or '.join(DIALECTS)}"
+    )
 
 
 def becomes_nvfp4(config: Mapping) -> str | None:
@@ -57,15 +64,14 @@ def quantized_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> di
 def nvfp4_info(source: Checkpoint) -> QuantizationInfo | None:
     """What the configs say about NVFP4; None for dense, FP8 and MXFP4 sources. ValueError for other formats."""
     q: Mapping = source.config.get("quantization_config") or {}
-    method, hf = q.get("quant_method"), source.folder / "hf_quant_config.json"
+    hf = source.folder / "hf_quant_config.json"
     if not q and not hf.is_file():
         return None
     if mxfp4.describes(q):
         return None
     info = read_config(source.config, read_json(hf) if hf.is_file() else None)
     if info is None and not quantized_layouts(q):
-        raise ValueError(f"{source.folder} is quantized with {method!r}; this library reads fp8 (in blocks), MXFP4, "
-                         f"and NVFP4 of {' or '.join(DIALECTS)}: quantize the original checkpoint")  # fmt: skip
+        raise ValueError(f"{source.folder} is {_not_read(q)}: quantize the original checkpoint")
     return info
 
 
@@ -80,6 +86,7 @@ def nvfp4_files(checkpoint: Checkpoint) -> tuple[QuantizationInfo, nvfp4.NVFP4Fi
 
 
 def read_nvfp4(checkpoint: Checkpoint, dialect: Dialect) -> nvfp4.NVFP4Files:
+    """What the files of an NVFP4 checkpoint in this dialect hold. ValueError as in `nvfp4_files`."""
     files = nvfp4.read(checkpoint, dialect)
     if files.parameters:
         raise ValueError(f"{checkpoint.folder}: the files have the parameters of 4-bit layers under their own names "

@@ -120,7 +120,7 @@ def complete_compiler() -> None:
     filled: DeepSeek's router with 4-bit `o_proj` read the scores of its gate before they were computed."""
     if not current_platform.is_cpu():
         return
-    from torch._inductor.scheduler import SchedulerNode  # takes a second to import
+    from torch._inductor.scheduler import SchedulerNode  # private: needed on CPUs only
 
     before = SchedulerNode.recompute_size_and_body
 
