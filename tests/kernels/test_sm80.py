@@ -20,7 +20,7 @@ from moe_nvfp4.kernels.sm80 import backend as sm80  # noqa: E402
 from moe_nvfp4.kernels.sm80 import plan as plans  # noqa: E402
 from moe_nvfp4.kernels.sm80.config import GemmConfig, TileShape  # noqa: E402
 from moe_nvfp4.kernels.sm80.plan import Gemm, LayerPlan  # noqa: E402
-from moe_nvfp4.kernels.sm90.pack import pack_weights  # noqa: E402
+from moe_nvfp4.kernels.sm90.pack import pack_linear, pack_weights  # noqa: E402
 from moe_nvfp4.weights import SILU, Gate, LinearWeights, Matrices  # noqa: E402
 from tests.common import THRESHOLDS, check_stages, random_ids, random_layer, reference_layer, relative_error  # noqa: E402
 from tests.emulator import compile_for  # noqa: E402
@@ -125,7 +125,7 @@ def test_sums_are_exact(emulator, monkeypatch):
     x = torch.randint(-3, 4, (T, K), generator=g).bfloat16()
     matrix = Matrices(codes, sf, torch.ones(1), N, K)
     want = x.double() @ nvfp4.dequantize(codes, sf, torch.ones(1)).double().T
-    got = sm80.linear(x, LinearWeights(sm80.pack_linear(matrix), None, "bf16"))
+    got = sm80.linear(x, LinearWeights(pack_linear(matrix), None, "bf16"))
     assert torch.equal(got, want.float().bfloat16())
 
 
@@ -165,7 +165,7 @@ def test_linears(emulator, T, static, WK):
         rows = nvfp4.dequantize(*nvfp4.quantize(x, scale, check=False)).double()
     want = rows @ nvfp4.dequantize(codes, sf, matrix.global_scale).double().T
     want += 0 if bias is None else bias.double()
-    got = sm80.linear(x, w._replace(matrix=sm80.pack_linear(matrix)))
+    got = sm80.linear(x, w._replace(matrix=pack_linear(matrix)))
     assert relative_error(got, want) < THRESHOLDS["half"] and emulator.kernels[0].t.WK == WK
 
 

@@ -60,8 +60,8 @@ def warn_unpacked(kernels: str) -> None:
     """Warn, once for each kind of kernels."""
     warnings.warn(
         f"4-bit weights are brought into the layout of the {kernels} kernels at every call, which may cost more than "
-        "the experts themselves: call prepare() on the NVFP4Experts modules before torch.compile and fully_shard, and "
-        "keep them on the GPU (no offloading)",
+        "their products: call prepare_model(model), or prepare() on the 4-bit modules, before torch.compile and "
+        "fully_shard, and keep them on the GPU (no offloading)",
         stacklevel=3,
     )
 

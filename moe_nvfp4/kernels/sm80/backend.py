@@ -31,7 +31,7 @@ from moe_nvfp4.kernels.portable.backend import Routing, Unsorted, Values
 from moe_nvfp4.kernels.sm80.config import FEW, GemmConfig
 from moe_nvfp4.kernels.sm80.gemm import GroupedGemm
 from moe_nvfp4.kernels.sm80.plan import Gemm, LayerPlan, plan_experts, plan_linear
-from moe_nvfp4.kernels.sm90.pack import UNIT_WORDS, pack_linear, packed, words
+from moe_nvfp4.kernels.sm90.pack import UNIT_WORDS, packed, packed_linear, words
 from moe_nvfp4.routing import Groups, Rows
 from moe_nvfp4.weights import ExpertWeights, Gate, LinearWeights, Matrices
 
@@ -106,7 +106,7 @@ def gemm2_combine(h: Rows, weights: ExpertWeights, groups: Groups, top_k_weights
 def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     """y bf16 [T, N] = x bf16 [T, K] · wᵀ (+ bias)."""
     w, T = weights, x.shape[0]
-    m = pack_linear(w.matrix).stacked()
+    m = packed_linear(w.matrix, "sm_80").stacked()
     out = x.new_empty(T, m.N)
     if T:
         with portable.on(x.device):

@@ -34,7 +34,7 @@ from moe_nvfp4.kernels.common.tensors import aligned, expert_ids, floating, last
 from moe_nvfp4.kernels.sm90.config import GemmConfig
 from moe_nvfp4.kernels.sm90.gemm import GroupedGemm
 from moe_nvfp4.kernels.sm90.one_token import OneToken, SumChunks, chunks, suits_one_token
-from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, pack_linear, packed, words
+from moe_nvfp4.kernels.sm90.pack import UNIT, UNIT_WORDS, packed, packed_linear, words
 from moe_nvfp4.kernels.sm90.plan import LINEAR_TILES, LaunchPlan, choose_plan, plan_linear, token_tiles
 from moe_nvfp4.kernels.sm90.quantize import Quantize
 from moe_nvfp4.kernels.sm90.rows import Combine, Gather
@@ -127,7 +127,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     torch multiplies weights dequantized to bf16; for NVFP4 rows these are exact code * sf, and the product is rounded
     twice. Several linears take one launch.
     """
-    w, m, T = weights, pack_linear(weights.matrix), x.shape[0]
+    w, m, T = weights, packed_linear(weights.matrix, "Hopper"), x.shape[0]
     N, K, out = m.N, m.K, x.new_empty(T, m.N)
     if T == 0:
         return out

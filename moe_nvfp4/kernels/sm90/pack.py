@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_nvfp4.devices import capturing
-from moe_nvfp4.kernels.common.tensors import warn_unpacked
+from moe_nvfp4.kernels.common.tensors import settle, warn_unpacked
 from moe_nvfp4.weights import ExpertWeights, Matrices
 
 UNIT = 64  # rows, and columns
@@ -138,13 +138,23 @@ def packed(weights: ExpertWeights, kernels: str) -> ExpertWeights:
     if weights.layout is not None:
         return weights
     warn_unpacked(kernels)
-    return pack_weights(weights)
+    made = pack_weights(weights)
+    settle(made.w13.codes.device)
+    return made
+
+
+def packed_linear(m: Matrices, kernels: str) -> Matrices:
+    """The matrix of a linear in this layout, as `packed`."""
+    if m.layout is not None:
+        return m
+    warn_unpacked(kernels)
+    made = pack_linear(m)
+    settle(made.codes.device)
+    return made
 
 
 def pack_linear(m: Matrices) -> Matrices:
-    """The matrix of a linear in this layout: itself if it is in it already, else new tensors."""
-    if m.layout is not None:
-        return m
+    """The matrix of a linear in this layout, as new tensors."""
     return m._replace(codes=in_units(m.stacked()).codes.transpose(0, 1), sf=None, layout="sm90")
 
 
