@@ -20,7 +20,7 @@ from moe_nvfp4 import ops
 from moe_nvfp4.backends import Backend, named
 from moe_nvfp4.devices import capturing, finish
 from moe_nvfp4.linear import NVFP4Linear
-from moe_nvfp4.prepared import changing, made_for
+from moe_nvfp4.prepared import changing, made_for, real_tensors
 from moe_nvfp4.weights import FUSED_LINEARS, LinearWeights, in_one
 
 IN_VAIN = 2  # forwards in a row in which not all took their columns, after which each linear computes for itself
@@ -167,10 +167,11 @@ class Joined:
         with changing:
             parts = self._parts(problem)
             if self.whole is None or any(a is not b for a, b in zip(self.whole[0], parts, strict=True)):
-                whole = LinearWeights.joined(parts)
-                if whole is None and self.bring_together():
-                    parts = self._parts(problem)
+                with real_tensors():
                     whole = LinearWeights.joined(parts)
+                    if whole is None and self.bring_together():
+                        parts = self._parts(problem)
+                        whole = LinearWeights.joined(parts)
                 if whole is None:
                     return None
                 self.whole = parts, whole

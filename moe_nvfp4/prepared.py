@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_nvfp4.backends import Selected, backends_now, named, selected, selected_now
 from moe_nvfp4.devices import capturing, finish
@@ -32,7 +33,15 @@ _last: WeakKeyDictionary[Prepared, tuple[tuple | None, Selected, Any, _Readers]]
 def made_for(p: Tensor) -> Iterator[None]:
     """Tensors made inside may become the data of the parameter p: they are inference tensors if p is one, whatever mode
     the caller is in. As weights, those of an inference mode could not be trained through."""
-    with torch.inference_mode(p.is_inference()), torch.no_grad():
+    with real_tensors(), torch.inference_mode(p.is_inference()), torch.no_grad():
+        yield
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """What is made inside may outlast the call: it holds numbers also where the caller's tensors are fake (an estimate
+    of memory, a tracer)."""
+    with _disable_current_modes():
         yield
 
 
@@ -91,7 +100,8 @@ class Prepared(FP32Scales):
             if self.packed_for != chosen.layout:
                 self._prepare_for(chosen)
             self._note_capture()
-            weights = self.weights.held()
+            with real_tensors():
+                weights = self.weights.held()
             if now is not None:
                 readers = _Readers(weights)
                 readers.note()

@@ -27,6 +27,7 @@ from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.ops import Adapters
+from moe_nvfp4.prepared import real_tensors
 from moe_nvfp4.quantize.dialects import matches
 from moe_nvfp4.quantize.layouts import dbrx
 from moe_nvfp4.quantize.layouts.base import interleave_rows, split_rows
@@ -207,6 +208,7 @@ def keep_hooks(new: nn.Module, old: nn.Module) -> nn.Module:
 
 
 # ---------------------------------------------------------------- the gate, by what it computes
+@real_tensors()
 def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = None) -> Gate:
     """The fused gate that computes the same as `module`'s own gate; Gate("raw") if there is none, and if its activation
     has hooks. source_class: the class whose gate it is, if not that of `module`.

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_nvfp4 import NVFP4Experts, joined, prepared, ready
@@ -109,6 +110,18 @@ def test_nothing_is_in_memory_twice(model, layout):
         parameters = [linear.get_parameter(name) for linear in model.children()]
         (storage,) = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in parameters}.values()
         assert storage.nbytes() == sum(p.nbytes for p in parameters)
+
+
+def test_a_first_pass_with_fake_tensors():
+    """Such as an estimate of memory: what linears keep for later calls has numbers."""
+    model, x = Attention(), tokens(2, 5)
+    with torch.no_grad():
+        want = alone(model, x)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            model(fake.from_tensor(x))
+        model.state_dict()
+        assert same(model(x), want) and same(model(x), want)
+    assert all(type(p.data) is torch.Tensor for p in model.parameters())
 
 
 def test_other_rows_are_computed_anew(model):

@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import parametrize, prune
 
 from moe_nvfp4 import ExpertWeights, Gate, NVFP4Experts, moe_forward, ops, reference
@@ -574,6 +576,24 @@ def test_packed_weights_come_back_wherever_they_are_asked_for(hopper, gate):
     layer.prepare()
     layer.load_expert(0, dense[0][1], dense[1][1])
     assert not layer.packed and torch.equal(layer(x, ids.clamp(max=0), weights), layer(x, ids.clamp(1, 1), weights))
+
+
+@pytest.mark.parametrize("symbols", [None, ShapeEnv()], ids=["", "symbols"])
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_first_pass_with_fake_tensors(staged, symbols, monkeypatch):
+    """Such as an estimate of memory, or a look at shapes: what the layer keeps for later calls has numbers."""
+    torch.manual_seed(0)
+    layer = NVFP4Experts.from_dense(torch.randn(4, 96, 64), torch.randn(4, 64, 48))
+    layer.post_expert_norm = torch.nn.Identity() if staged else None
+    inputs = torch.randn(5, 64).bfloat16(), torch.randint(4, (5, 2)), torch.rand(5, 2)
+    want = copy.deepcopy(layer)(*inputs)
+    monkeypatch.delenv("MOE_NVFP4_BACKEND", raising=False)
+    with stand_for_hopper(not staged):
+        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols) as fake:
+            assert layer(*map(fake.from_tensor, inputs)).dtype == torch.bfloat16
+        assert layer.packed != staged and all(type(p.data) is torch.Tensor for p in layer.parameters())
+        layer.unpack()
+    assert relative_error(layer(*inputs), want) < THRESHOLDS["half"]
 
 
 def test_the_recipe_of_an_expert():
