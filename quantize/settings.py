@@ -15,6 +15,13 @@ TRANSIENT = re.compile(
 )
 
 
+def language_config(config: Any) -> Any:
+    """The part of a transformers `config` that is about the language model: of a decision model, the part of its
+    body's config. ValueError if there are several."""
+    text = config.get_text_config()
+    return text if text is config or isinstance(text, dict) else language_config(text)
+
+
 def settings(config: Any) -> dict[str, Any]:
     """The settings in a transformers `config` that say what the language model computes, defaults included."""
 
@@ -22,7 +29,7 @@ def settings(config: Any) -> dict[str, Any]:
         return {key: value for key, value in part.items() if not TRANSIENT.fullmatch(key)}
 
     try:
-        text = config.get_text_config()
+        text = language_config(config)
     except ValueError:  # it has several
         text = config
     # A plain mapping where the model's class knows no such part

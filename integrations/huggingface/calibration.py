@@ -22,6 +22,7 @@ from moe_nvfp4.integrations.huggingface.layerwise import (
     layer_number,
     on_meta,
     positions,
+    reads_ids,
 )
 from moe_nvfp4.integrations.huggingface.statistics import SquareSums, watch, watch_linears
 from moe_nvfp4.progress import progress_bar
@@ -30,7 +31,7 @@ from moe_nvfp4.quantize.importance import Importance, fingerprint, load_importan
 from moe_nvfp4.quantize.linears import linears_of_model
 from moe_nvfp4.quantize.names import by_number, fused_names
 from moe_nvfp4.quantize.recipes import recipe_named
-from moe_nvfp4.quantize.settings import settings
+from moe_nvfp4.quantize.settings import language_config, settings
 
 # Token ids [n] or [B, T], or a text, or a list of either; None: random token ids.
 Calibration: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[str] | str | None"
@@ -85,7 +86,7 @@ def random_batches(config: Any, windows: int | None = None, window: int | None =
     window = window or window_for(config)
     windows = windows or -(-RANDOM_TOKENS // window)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.get_text_config().vocab_size, (windows, window), generator=generator)
+    ids = torch.randint(language_config(config).vocab_size, (windows, window), generator=generator)
     check_ids(ids, config)
     return in_batches(ids)
 
@@ -168,7 +169,7 @@ def model_importance(
         evaluating(model, by_autocast=False), watch(modules, sums), watch_linears(watched, sums.linear), torch.no_grad()
     ):  # fmt: skip
         for ids in progress_bar(batches, desc="importance", unit="batch", show=progress):
-            whole(input_ids=ids.to(whole.device), use_cache=False)
+            reads_ids(whole)(input_ids=ids.to(whole.device), use_cache=False)
     return sums.importance()
 
 

@@ -27,6 +27,7 @@ from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_mtp, is_scale
 from moe_nvfp4.quantize.options import Options
+from moe_nvfp4.quantize.settings import language_config
 from moe_nvfp4.quantize.unwritten import unwritten
 
 logger = logging.get_logger(__name__)
@@ -236,7 +237,7 @@ class MtpTensors:
 
 def layers_of(model: Any) -> int | None:
     """The number of layers of the language model, without those of multi-token prediction."""
-    return getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    return getattr(language_config(model.config), "num_hidden_layers", None)
 
 
 def mtp_tensors(

@@ -38,6 +38,7 @@ from moe_nvfp4.quantize.dense import dense_tensors
 from moe_nvfp4.quantize.files import Checkpoint, identity_experts, open_checkpoint
 from moe_nvfp4.quantize.layouts.base import Given
 from moe_nvfp4.quantize.model import ModelTensors
+from moe_nvfp4.quantize.settings import language_config
 from moe_nvfp4.quantize.source import model_dtype, nvfp4_info
 
 
@@ -90,19 +91,26 @@ def stand_in(functions: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
 
 def positions(config: Any) -> int | None:
     """The number of tokens in a row that the model of `config` is made for; None: it does not say."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    found = getattr(language_config(config), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
 
 def check_ids(ids: Tensor, config: Any) -> None:
     """ValueError unless token ids [B, T] are of the vocabulary of the model of `config`, and T has positions in it."""
-    vocabulary, most = config.get_text_config().vocab_size, positions(config)
+    vocabulary, most = language_config(config).vocab_size, positions(config)
     if ids.min() < 0 or ids.max() >= vocabulary:
         raise ValueError(f"token ids from {int(ids.min())} to {int(ids.max())}, the model has 0 to {vocabulary - 1}: "
                          "use its own tokenizer")  # fmt: skip
     if most is not None and ids.shape[1] > most:
         raise ValueError(f"{ids.shape[1]} tokens in a row, the model is made for {most} (max_position_embeddings): cut "
                          "the text into shorter windows")  # fmt: skip
+
+
+def reads_ids(model: nn.Module) -> nn.Module:
+    """The module to call with token ids alone: the model, or the body of a decision model, whose head also wants to
+    know where questions are."""
+    inside: Any = next((m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)), model)
+    return inside.base_model if hasattr(inside, "decide") else model
 
 
 class LayerWalk:
@@ -147,7 +155,7 @@ class LayerWalk:
     def _replay_all(self, ids: Tensor, output: Any) -> None:
         replay = lambda *args, **kwargs: tree_map(_to(self.device), output)
         with stand_in((module, replay) for module in self.layers), suppress(_LayerDone):
-            self.model(input_ids=ids, use_cache=False)
+            reads_ids(self.model)(input_ids=ids, use_cache=False)
 
     @torch.no_grad()
     def run_batch(self, i: int, b: int) -> tuple[Any, dict[str, dict]]:
@@ -176,7 +184,7 @@ class LayerWalk:
 
         functions = [run if j == i else replay_last if j == i - 1 else replay for j in range(i + 1)]
         with stand_in(zip(running, functions, strict=True)), suppress(_LayerDone):
-            self.model(input_ids=self.batches[b].to(self.device), use_cache=False)
+            reads_ids(self.model)(input_ids=self.batches[b].to(self.device), use_cache=False)
             raise NotImplementedError(
                 f"{type(self.model).__name__} does not run its layers in order: use a recipe without data (mse)"
             )

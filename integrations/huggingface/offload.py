@@ -15,6 +15,7 @@ from moe_nvfp4.experts import RouterCopy
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.placement import SCRATCH, check_cpu_experts, fewest_on_cpu, no_gpu
 from moe_nvfp4.quantize.report import readable_size
+from moe_nvfp4.quantize.settings import language_config
 
 CONTEXT = 8192  # tokens of the KV cache that "auto" leaves room for
 SHARED = ("shared_experts", "shared_expert", "shared_mlp")  # the names that blocks have for their shared experts
@@ -82,7 +83,7 @@ def describe_placement(model: nn.Module) -> str:
 
 def cache_bytes(model: nn.Module, context: int) -> int:
     """Bytes of transformers' KV cache of `context` tokens. The small states of linear attention are not counted."""
-    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    config = language_config(model.config)
     if latent := getattr(config, "kv_lora_rank", None):  # it is cached, and expanded to heads a layer at a time
         width = latent + config.qk_rope_head_dim + (getattr(config, "index_head_dim", None) or 0)
     else:

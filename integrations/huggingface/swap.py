@@ -40,7 +40,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
     set_implementation,
 )
 from moe_nvfp4.integrations.huggingface.gptq import gptq_model
-from moe_nvfp4.integrations.huggingface.layerwise import check_ids
+from moe_nvfp4.integrations.huggingface.layerwise import check_ids, reads_ids
 from moe_nvfp4.integrations.huggingface.offload import keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
@@ -421,8 +421,9 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
             if isinstance(batch, Tensor) and batch.numel() and isinstance(_inside(model), PreTrainedModel):
                 check_ids(batch, _inside(model).config)
+            called = reads_ids(model) if isinstance(batch, Tensor) else model
             with _without_padding(layers.values(), inputs.get("attention_mask")):
-                model(**{key: value.to(whole.device) for key, value in inputs.items()})
+                called(**{key: value.to(whole.device) for key, value in inputs.items()})
 
     with evaluating(model), torch.no_grad():
         found = observe(layers, run, linears.values())

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         others.remove(card)
         left_out[card.name] = f"it describes {args.model}"
     with StagingDir(args.destination.absolute(), {"the run": os.urandom(8).hex()}) as place:  # never resumed
-        model, tokenizer = load(args, "nvfp4", dtype=model_dtype(files))
+        model, tokenizer = load(args, "nvfp4", dtype=model_dtype(files), head=False)
         windows = windows_of(args, tokenizer, text, model.config)
         calibrate(model, windows[:, None])
         if model.hf_quantizer.quantization_config.activations == "bf16":

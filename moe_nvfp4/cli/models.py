@@ -192,10 +192,11 @@ def quantization_of(config: Any, args: argparse.Namespace) -> dict[str, Any] | N
 
 
 def load(
-    args: argparse.Namespace, activations: str | None, tokenizer: bool = True, dtype: torch.dtype | None = None
-) -> tuple[Any, Any]:
+    args: argparse.Namespace, activations: str | None, tokenizer: bool = True, dtype: torch.dtype | None = None,
+    head: bool = True,
+) -> tuple[Any, Any]:  # fmt: skip
     """(model, tokenizer). activations: for experts that are not NVFP4, which are then quantized while loading; None:
-    dense, or as NVFP4 files have them. dtype: default bf16."""
+    dense, or as NVFP4 files have them. dtype: default bf16. head: whether the model must predict tokens."""
     import torch
 
     from moe_nvfp4.devices import usable_device
@@ -221,6 +222,9 @@ def load(
         )  # fmt: skip
     elif beside is not None or map_files:
         kwargs["quantization_config"] = MoeNvfp4Config(cpu_experts=beside, map_files=map_files)
+    if head and not (kind := model_class(config)).can_generate():
+        raise ValueError(f"{args.model} is a {kind.__name__}, which does not predict the next token: name a model with "
+                         "a language model's head (...ForCausalLM, ...ForConditionalGeneration)")  # fmt: skip
     empty = empty_model(config, source)  # else a config that makes no sense ends in a traceback of transformers
     if not quantized and activations is None:
         check_whole(empty, source)

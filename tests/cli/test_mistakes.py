@@ -14,11 +14,12 @@ from tests.models import tensors
 
 
 def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, monkeypatch, capsys):
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
     small = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     LlamaForCausalLM(LlamaConfig(**small)).save_pretrained(tmp_path / "dense")
     run("quantize", folder, tmp_path / "done", "--recipe", "max")
+    AutoModel.from_pretrained(folder).save_pretrained(tmp_path / "body")
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "foreign.txt").write_text("яя " * 100, "utf-8")
     (tmp_path / "utf16.txt").write_text("of another encoding", "utf-16")
@@ -47,6 +48,11 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, tmp_path, monkeypatch, ca
         (("importance", tmp_path / "cut", tmp_path / "x"), "is truncated or is not a safetensors file"),
         (("importance", tmp_path / "no-tokenizer", tmp_path / "x", "--text", ROOT / "README.md"), "the tokenizer of"),
         (("importance", folder, tmp_path / "x", "--text", tmp_path / "utf16.txt"), "utf16.txt is not UTF-8 text"),
+        (
+            ("compare", tmp_path / "body", "--text", ROOT / "README.md"),
+            "Qwen3MoeModel, which does not predict the next",
+        ),
+        (("generate", tmp_path / "body"), "name a model with a language model's head"),
         (("info", tmp_path / "nothing"), "does not exist"),
         (("serve", tmp_path / "nothing"), "does not exist"),
         (("bench", "--shape", "17", "8", "3", "1"), "H 17 and I 8 must be multiples of 8 for the bf16 product"),

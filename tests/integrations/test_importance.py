@@ -49,6 +49,7 @@ from tests.models import (
     same_tensors,
     tensors,
 )
+from tests.quantize.test_convert import LINEAR_ATTENTION
 
 BATCHES = [IDS, torch.tensor([[5, 6, 7], [90, 91, 92]])]
 
@@ -442,6 +443,40 @@ def test_the_body_of_the_model_that_was_measured_takes_its_file(tmp_path):
     for model in (swap_experts(body, recipe="weighted", calibration=path, progress=False), loaded):
         for name, tensor in want.state_dict().items():
             assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def composite():
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64, patch_size=4)
+    text = dict(**LINEAR_ATTENTION, layer_types=["linear_attention", "full_attention"])
+    return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=vision))
+
+
+@pytest.mark.skipif(not hasattr(transformers, "JevForDecision"), reason="this transformers has no decision models")
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("family", [qwen3_moe, composite])
+def test_data_for_a_decision_model_goes_through_its_body(family, tmp_path):
+    """Its head wants to know where questions are. A composite config may be its body's."""
+    source = folder(tmp_path, family)
+    inner = AutoModel.from_pretrained(source, dtype=torch.bfloat16)
+    config = transformers.JevConfig(hidden_size=64, text_config=inner.config)
+    model = transformers.JevForDecision(config).to(torch.bfloat16)
+    model.model.load_state_dict(inner.state_dict())
+    model.save_pretrained(tmp_path / "decider")
+    model = transformers.JevForDecision.from_pretrained(tmp_path / "decider", dtype=torch.bfloat16)
+    measured = files_importance(tmp_path / "decider", BATCHES, device="cpu", progress=False)
+    body = files_importance(source, BATCHES, device="cpu", progress=False)
+    for other in (body, model_importance(model, BATCHES, progress=False)):
+        for name, layer in other.layers.items():
+            assert torch.equal(layer.x, measured.layers[name].x) and torch.equal(layer.h, measured.layers[name].h)
+    convert_gptq(source, tmp_path / "1", BATCHES, Options(device="cpu"), progress=False)
+    convert_gptq(tmp_path / "decider", tmp_path / "2", BATCHES, Options(device="cpu"), progress=False)
+    a, b = (
+        {n.removeprefix("model.").removeprefix("language_model."): t for n, t in tensors(tmp_path / name).items()}
+        for name in "12"
+    )
+    assert all(torch.equal(a[name], b[name]) for name in a if "experts" in name)
 
 
 EXTRA = ("extra_layers.0", "model.nextn_predict_layers.0", "draft.layers.0")
