@@ -99,11 +99,16 @@ def describe(module: nn.Module, name: str = "") -> ModuleLayout | None:
     if listed := isinstance(module, nn.ModuleList) and len(module) and re.search(r"(^|\.)experts$", name):
         what = f"{name}, a list of {type(module[0]).__name__},"  # from code that a checkpoint brings along
     if listed or _looks_like_experts(module):
+        if what.startswith("liger_kernel."):
+            way_out = "It is for dense weights: keep the model's own with liger_kernel_config={'swiglu': False}"
+        else:
+            way_out = (
+                "Leave it as it is with exclude=['<its module name>'], or decorate the class with transformers' "
+                "use_experts_implementation"
+            )
         raise NotImplementedError(
-            f"{what} holds experts in a form that is not "
-            "supported: neither transformers' experts interface (use_experts_implementation) nor "
-            f"one of {', '.join(LAYOUTS)}. Leave it as it is with exclude=['<its module name>'], "
-            "or decorate the class with transformers' use_experts_implementation"
+            f"{what} holds experts in a form that is not supported: neither transformers' experts interface "
+            f"(use_experts_implementation) nor one of {', '.join(LAYOUTS)}. {way_out}"
         )
     return None
 

@@ -224,6 +224,17 @@ def test_unknown_forms_are_refused_by_name(family, prefix, settings):
         swap_experts(model, progress=False)
 
 
+def test_experts_of_liger_are_refused_with_its_switch():
+    class LigerExperts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_up_proj, self.down_proj = (nn.Parameter(torch.zeros(2, *n)) for n in ((64, 32), (32, 32)))
+
+    LigerExperts.__module__ = "liger_kernel.transformers.swiglu"
+    with pytest.raises(NotImplementedError, match=r"LigerExperts holds experts .*'swiglu': False"):
+        swap_experts(nn.ModuleDict({"mlp": nn.ModuleDict({"experts": LigerExperts()})}), progress=False)
+
+
 def test_a_list_of_experts_is_refused_by_name():
     """Models of trust_remote_code have such lists; they must not pass for dense models."""
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(16, 16)])})})
