@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -250,10 +251,16 @@ def _likeliest(found: dict[str, Any]) -> list[tuple[int | None, str, float]]:
     if content := found.get("content"):  # llama.cpp's form
         pairs = [(top.get("id"), top["token"], top["logprob"]) for top in content[0]["top_logprobs"]]
     else:
-        pairs = [(None, word, logprob) for word, logprob in found["top_logprobs"][0].items()]
+        pairs = [(_number(word), word, logprob) for word, logprob in found["top_logprobs"][0].items()]
     if not pairs:
         raise Refused("no log-probabilities in its answer")
     return pairs
+
+
+def _number(word: Any) -> int | None:
+    """The id in a token's text, if that is how the server calls it (vLLM's --return-tokens-as-token-ids)."""
+    found = re.fullmatch(r"token_id:(\d+)", str(word))
+    return int(found[1]) if found else None
 
 
 def _numbers(values: Iterable[Any]) -> Tensor:
@@ -273,7 +280,8 @@ def _check_words(words: list[Any], ids: Tensor, tokenizer: Any) -> None:
     """ValueError if the server has other texts for these tokens than `tokenizer`. Spaces are not compared, and tokens
     that are no whole letters not at all."""
     ours = tokenizer.batch_decode(ids[:, None].tolist())
-    pairs = [(str(word).strip(), our.strip()) for word, our in zip(words, ours, strict=False) if our.isascii()]
+    named = zip(words, ours, ids.tolist(), strict=False)
+    pairs = [(str(word).strip(), our.strip()) for word, our, i in named if our.isascii() and _number(word) != i]
     different = [(word, our) for word, our in pairs if word != our]
     if len(different) > len(pairs) / 10:
         raise _other_vocabulary(*different[0])

@@ -322,6 +322,17 @@ def test_keys_and_addresses_that_are_none(separate, monkeypatch, capsys):
         assert "an address is like" in said or "no server answers at" in said
 
 
+@pytest.mark.parametrize("form", [vllm, openai])
+def test_servers_that_call_tokens_by_their_numbers(form, separate, monkeypatch, capsys):
+    """vLLM's --return-tokens-as-token-ids."""
+    monkeypatch.setitem(globals(), "word", lambda i: f"token_id:{i}")
+    with serving(separate, form) as (server, url):
+        assert verdict(capsys, 0, "--server", url, separate)["right"]
+        monkeypatch.setitem(globals(), "word", lambda i: f"token_id:{i + 1000}")
+        said = mistake(["verify", "--server", url, separate], capsys)
+        assert "the server's vocabulary has 'token_id:1" in said and "it serves another model" in said
+
+
 def test_what_cannot_be_asked_is_an_error(separate, folder, monkeypatch, capsys):
     def error(*args):
         return mistake(["verify", *args], capsys)
