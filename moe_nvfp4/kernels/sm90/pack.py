@@ -134,7 +134,8 @@ def pack_weights(weights: ExpertWeights) -> ExpertWeights:
 
 
 def packed(weights: ExpertWeights, kernels: str) -> ExpertWeights:
-    """The weights in this layout. If they are not, each call packs them, and a warning names the kernels."""
+    """The weights in this layout. If they are not, each call packs them, and a warning names the kernels. They are then
+    settled: kernels read weights without waiting for the launch before."""
     if weights.layout is not None:
         return weights
     warn_unpacked(kernels)
