@@ -106,10 +106,15 @@ def check_ids(ids: Tensor, config: Any) -> None:
                          "the text into shorter windows")  # fmt: skip
 
 
+def unwrapped(model: nn.Module) -> Any:
+    """The transformers model inside `model`, which PEFT or torch.compile may have wrapped; `model` if there is none."""
+    return next((m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)), model)
+
+
 def reads_ids(model: nn.Module) -> nn.Module:
     """The module to call with token ids alone: the model, or the body of a decision model, whose head also wants to
     know where questions are."""
-    inside: Any = next((m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)), model)
+    inside = unwrapped(model)
     return inside.base_model if hasattr(inside, "decide") else model
 
 

@@ -40,7 +40,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
     set_implementation,
 )
 from moe_nvfp4.integrations.huggingface.gptq import gptq_model
-from moe_nvfp4.integrations.huggingface.layerwise import check_ids, reads_ids
+from moe_nvfp4.integrations.huggingface.layerwise import check_ids, reads_ids, unwrapped
 from moe_nvfp4.integrations.huggingface.offload import keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
@@ -213,7 +213,7 @@ def _inside(model: Any) -> Any:
     """The transformers model inside `model`, which PEFT or torch.compile may have wrapped: the one that is saved."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model in memory is expected, got {model!r:.200}: load it first (from_pretrained)")
-    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+    return unwrapped(model)
 
 
 def _stand_alone(model: nn.Module) -> None:
