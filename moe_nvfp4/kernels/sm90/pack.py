@@ -51,7 +51,7 @@ Escapes = tuple[Tensor, Tensor]  # int64 [n] flat indices of blocks among [E, N,
 
 def pack(codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Escapes | None]:
     """uint8 codes [E, N, K/2] and e4m3 bytes [E, N, K/16] -> units, int32 [E, M64, K64, 576], with M64 and K64 units
-    along rows and columns, and escapes.
+    along rows and columns, and escapes. They are settled: kernels read weights without waiting for the launch before.
 
     Reads values back to the host, to find the escapes: RuntimeError where a CUDA graph is being captured. ValueError
     for NaN or negative scales, and for interleaved halves with an odd N.
@@ -84,6 +84,7 @@ def pack(codes: Tensor, sf: Tensor, interleaved: bool) -> tuple[Tensor, Escapes 
         units[to][..., :512] = _code_words(_unit_rows(c, interleaved, 32))
         units[to][..., 512:] = _scale_words(encode[_unit_rows(s, interleaved, 4).long()])
     escapes = (torch.cat(indices), torch.cat(lost)) if indices else None
+    settle(units.device)
     return units, escapes
 
 
@@ -134,14 +135,11 @@ def pack_weights(weights: ExpertWeights) -> ExpertWeights:
 
 
 def packed(weights: ExpertWeights, kernels: str) -> ExpertWeights:
-    """The weights in this layout. If they are not, each call packs them, and a warning names the kernels. They are then
-    settled: kernels read weights without waiting for the launch before."""
+    """The weights in this layout. If they are not, each call packs them, and a warning names the kernels."""
     if weights.layout is not None:
         return weights
     warn_unpacked(kernels)
-    made = pack_weights(weights)
-    settle(made.w13.codes.device)
-    return made
+    return pack_weights(weights)
 
 
 def packed_linear(m: Matrices, kernels: str) -> Matrices:
@@ -149,9 +147,7 @@ def packed_linear(m: Matrices, kernels: str) -> Matrices:
     if m.layout is not None:
         return m
     warn_unpacked(kernels)
-    made = pack_linear(m)
-    settle(made.codes.device)
-    return made
+    return pack_linear(m)
 
 
 def pack_linear(m: Matrices) -> Matrices:
