@@ -201,6 +201,11 @@ class _Merging:
     _by_call = False  # whether a call merged them, and not the user
     _written: list[int] = []  # digests of what the user's merge wrote
 
+    def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any) -> None:
+        """Add an adapter: the first one, which the layer is made with, and each later one."""
+        _check(config)
+        super().update_layer(adapter_name, *args, config=config, **kwargs)  # type: ignore[misc]
+
     def _merged(self, adapters: list[str]) -> dict[str, Tensor]:
         """The base layer's parameters, by name, with `adapters` added to their values."""
         raise NotImplementedError
@@ -370,10 +375,6 @@ class _Merging:
 class LoraLinear(_Merging, lora.Linear):
     """LoRA on an `NVFP4Linear`."""
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any):
-        _check(config, lora_bias=False, fan_in_fan_out=False)
-        super().__init__(base_layer, adapter_name, config=config, **kwargs)
-
     @property
     def lora_variants(self) -> dict:
         return {(): None}  # no variants (DoRA, ...): they work on dense weights, which are not here
@@ -441,7 +442,6 @@ class ParamWrapper(_Merging, lora.ParamWrapper):
                 f"{inner.source_class.__name__} keeps rows for identity experts in its dense weights, and an adapter "
                 "would need them too: leave its experts out of target_parameters"
             )
-        _check(kwargs["config"])
         super().__init__(base_layer, adapter_name, parameter_name, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -570,13 +570,13 @@ def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:
             )
 
 
-def _check(config: LoraConfig, **fields: Any) -> None:
-    """NotImplementedError for options that need the dense weights, and for `fields` with other values than these."""
+def _check(config: LoraConfig) -> None:
+    """NotImplementedError for options that need the dense weights, or that merging would lose."""
     if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
         raise NotImplementedError(
             f"init_lora_weights={config.init_lora_weights!r} starts from dense weights, which 4-bit layers do not "
             "have: use True or 'gaussian'"
         )
-    for field, only in fields.items():
-        if getattr(config, field) != only:
-            raise NotImplementedError(f"LoRA on 4-bit linears takes {field}={only!r} only")
+    for field in ("lora_bias", "fan_in_fan_out"):
+        if getattr(config, field):
+            raise NotImplementedError(f"LoRA on 4-bit layers takes {field}=False only")

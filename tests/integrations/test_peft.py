@@ -423,6 +423,23 @@ def test_what_is_refused_by_name(settings, error, message):
         get_peft_model(swapped(), LoraConfig(**plain | settings))
 
 
+@pytest.mark.parametrize("target", [dict(target_modules=["q_proj"]), dict(target_parameters=["experts.down_proj"])])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(lora_bias=True), "lora_bias=False only"),  # merging would lose the bias
+        (dict(fan_in_fan_out=True), "fan_in_fan_out=False only"),
+        (dict(init_lora_weights="eva"), "starts from dense weights"),
+        (dict(init_lora_weights="orthogonal"), "starts from dense weights"),
+    ],
+)
+def test_later_adapters_are_refused_like_the_first(target, settings, message):
+    plain = dict(target_modules=[]) | target
+    model = get_peft_model(swapped(linears="attention"), LoraConfig(**plain))
+    with pytest.raises(NotImplementedError, match=message):
+        model.add_adapter("later", LoraConfig(**plain | settings))
+
+
 def test_mixed_models_are_refused_with_the_way_out():
     """PEFT makes their layers itself."""
     mixed = get_peft_model(swapped(), LoraConfig(target_parameters=["experts.down_proj"]), mixed=True)
