@@ -12,6 +12,7 @@ transformers keeps in float32 are in no group. Linears that servers fuse share a
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -171,7 +172,8 @@ class Chosen:
     """What becomes of linears.
 
     fused      those that become 4-bit; each tuple shares a global scale, because servers fuse its linears into one
-    left       name, with * for numbers -> why it stays dense, although it was asked for
+    left       name -> why it stays dense, although it was asked for; * stands for any number, where that goes for all
+               linears of such a name, and {0-2,5} for layers, where it goes for these only
     unmatched  patterns of `exclude` that match none of those asked for
     """
 
@@ -197,9 +199,9 @@ def choose(linears: Sequence[Linear], wanted: Sequence[str], exclude: Sequence[s
             more = f" ({len(matched)} linears)" if len(matched) > 1 else ""
             raise ValueError(f"linears: {item!r}: {first.name}{more} stays dense: {first.why}. Leave it out")
         asked |= dict.fromkeys(matched)
-    left = {_folded(linear.name): linear.why for linear in asked if linear.why}
     excluded = [linear for linear in asked if any(linear.named(p) for p in exclude)]
-    left |= {_folded(linear.name): EXCLUDED for linear in excluded if not linear.why}
+    left = _named_together(linears, {linear: EXCLUDED for linear in excluded}
+                           | {linear: linear.why for linear in asked if linear.why})  # fmt: skip
     chosen = {linear.model: linear for linear in asked if not linear.why and linear not in excluded}
     if wanted and not chosen:
         raise ValueError(f"linears: of those that {', '.join(wanted)} names in {model}, none can be 4-bit: "
@@ -227,6 +229,34 @@ def _is_meant(linear: Linear, item: str) -> bool:
 
 def _folded(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _named_together(linears: Iterable[Linear], why: Mapping[Linear, str]) -> dict[str, str]:
+    """`Chosen.left`, of the reasons `why` some of all `linears` stay dense."""
+    alike: dict[str, set[str | None]] = defaultdict(set)
+    for linear in linears:
+        alike[_folded(linear.name)].add(why.get(linear))
+    left: dict[str, str] = {}
+    some: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for linear, reason in why.items():
+        if len(alike[folded := _folded(linear.name)]) == 1:
+            left[folded] = reason
+        else:
+            before, number, after = re.split(r"(?<=\.)(\d+)(?=\.|$)", linear.name, maxsplit=1)
+            some[before, after, reason].append(int(number))
+    return left | {f"{before}{_spans(numbers)}{after}": reason for (before, after, reason), numbers in some.items()}
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """2, or {0-2,5}."""
+    spans: list[list[int]] = []
+    for n in sorted(numbers):
+        if spans and spans[-1][-1] == n - 1:
+            spans[-1].append(n)
+        else:
+            spans.append([n])
+    found = ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
+    return found if found.isdecimal() else f"{{{found}}}"
 
 
 def _hint(item: str, linears: Iterable[Linear]) -> str:

@@ -18,7 +18,7 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.files import ShardWriter
 from moe_nvfp4.quantize.layouts.nvfp4 import recognise
-from moe_nvfp4.quantize.linears import GROUPS, group_of
+from moe_nvfp4.quantize.linears import GROUPS, Linear, choose, group_of
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import RECIPES, quantize_matrix, recipe_global_scale
 from moe_nvfp4.quantize.verify import verify_checkpoint
@@ -252,7 +252,7 @@ def test_a_model_that_transformers_does_not_know(tmp_path):
     source = by_hand(tmp_path / "a", files, {"num_hidden_layers": 2})
     report = convert_checkpoint(source, tmp_path / "b", Options(linears="all"), progress=False)
     assert made(tmp_path / "b") == {"lm_head", *(f"model.layers.{i}.self_attn.q_proj" for i in range(2))}
-    assert "multi-token prediction" in report.skipped["model.layers.*.self_attn.q_proj"]
+    assert "multi-token prediction" in report.skipped["model.layers.2.self_attn.q_proj"]
     for linears in ("mtp", ["attention", "mtp"]):
         with pytest.raises(ValueError, match="'mtp': model.layers.2.self_attn.q_proj stays dense: a multi-token"):
             converted(source, tmp_path / "c", linears=linears)
@@ -343,6 +343,29 @@ def test_what_cannot_be_is_refused(linears, exclude, message, tmp_path):
             load(source, quantization_config=MoeNvfp4Config(linears=linears, exclude=exclude))
         with pytest.raises(ValueError, match=message):
             swap_experts(load(source), linears=linears, exclude=exclude, progress=False)
+
+
+def test_what_stays_dense_is_named_by_its_layers():
+    """* where that goes for all linears of such a name, for one reason; else the numbers for which it goes."""
+
+    def of(stem, layers, columns=64, why=None):
+        return [Linear(f"model.layers.{i}.self_attn.{stem}", f"model.layers.{i}.self_attn.{stem}", columns, why)
+                for i in layers]  # fmt: skip
+
+    linears = [*of("q_proj", range(13)), *of("o_proj", range(11)), *of("o_proj", [11, 12], why="72"),
+               *of("kv_b_proj", range(13), why="odd"), Linear("lm_head", "lm_head", 64, "tied")]  # fmt: skip
+    numbers = "[0-2]", "5", "10"
+    chosen = choose(linears, ["all"], [f"model.layers.{n}.*" for n in numbers], "a model")
+    at = "model.layers.{}.self_attn.{}".format
+    assert chosen.left == {
+        at("{0-2,5,10}", "q_proj"): "excluded", at("{0-2,5,10}", "o_proj"): "excluded", at("{11-12}", "o_proj"): "72",
+        at("*", "kv_b_proj"): "odd", "lm_head": "tied",
+    }  # fmt: skip
+    assert {linear.name for fused in chosen.fused for linear in fused} == {
+        at(i, stem) for i in range(13) if i not in (0, 1, 2, 5, 10) for stem in ("q_proj", "o_proj")
+        if stem == "q_proj" or i < 11
+    }  # fmt: skip
+    assert choose(linears, ["*.layers.3.*"], [], "a model").left == {at("3", "kv_b_proj"): "odd"}
 
 
 def test_options_without_effect(tmp_path):
