@@ -281,6 +281,7 @@ class MoeNvfp4Config(QuantizationConfig):
                 activations = engine.linear_activations(self.base, prefix, self.info.activations)
                 runs = activations and (self.activations or activations)
                 if runs and self.runs_linears(runs):
+                    engine.refuse_linear(prefix)
                     return NVFP4LinearMethod(prefix, self.info.dialect, runs)
                 if runs:
                     self.say(runs, activations if engine.has_fp4() else "bf16")

@@ -244,6 +244,21 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
         )
 
 
+def refuse_linear(name: str) -> None:
+    """ValueError if options choose kernels of vLLM's for 4-bit linears, of which `name` runs on this library's."""
+    kernels = get_current_vllm_config().kernel_config
+    chosen = {"--linear-backend": getattr(kernels, "linear_backend", "auto")}
+    for form, backend in (getattr(kernels, "linear_backend_per_quant", None) or {}).items():
+        if form.startswith("nvfp4"):
+            chosen[f"--kernel-config linear_backend_per_quant {form}:"] = backend
+    for option, backend in chosen.items():
+        if backend != "auto":
+            raise ValueError(
+                f"{name}: {option} {backend}: 4-bit linears run on this library's kernels here: leave it out, or "
+                """--hf-overrides '{"moe_nvfp4": {"linears": "vllm"}}'"""
+            )
+
+
 def chosen_by_request() -> bool:
     """Whether requests choose adapters of experts."""
     lora = get_current_vllm_config().lora_config

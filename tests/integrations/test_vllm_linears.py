@@ -307,6 +307,21 @@ def test_what_is_missing_or_wrong_is_named(folders, tmp_path, change, text):
         generate(changed(folders, tmp_path / "changed", change))
 
 
+@pytest.mark.parametrize(
+    ("kernels", "text"),
+    [
+        (dict(linear_backend="cutlass"), "qkv_proj: --linear-backend cutlass: .*leave it out"),
+        (dict(linear_backend_per_quant={"nvfp4_w4a16": "humming"}), "linear_backend_per_quant nvfp4_w4a16: humming"),
+    ],
+)
+def test_options_for_kernels_of_vllm_are_refused(folders, kernels, text):
+    """They would have no effect; those for other formats' linears have one."""
+    with pytest.raises(ValueError, match=text):
+        generate(folders / "modelopt", kernel_config=kernels)
+    if "linear_backend_per_quant" in kernels:
+        generate(folders / "modelopt", kernel_config={"linear_backend_per_quant": {"fp8_w8a8": "triton"}})
+
+
 def test_fused_linears_become_one_where_both_scales_are_equal():
     from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
 
