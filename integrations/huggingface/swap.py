@@ -77,9 +77,10 @@ def swap_experts(
     activations  "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4)
     recipe       one of moe_nvfp4.quantize.recipes.RECIPES, or "weighted", "gptq" or "distill" (run on data)
     exclude      experts modules to leave dense: a name or wildcard, or several
-    calibration  a text or several, or token ids [B, T] or several. "gptq" and "distill" need 8 tokens for each expert
-                 and column of its weights; "weighted" also takes the pathlib.Path of a file of moe-nvfp4 importance, or
-                 None: random token ids
+    calibration  a text or several, or token ids [B, T] or several. Texts are read by the tokenizer of
+                 model.config.name_or_path; transformers does not record a revision or subfolder: for these, give ids.
+                 "gptq" and "distill" need 8 tokens for each expert and column of its weights; "weighted" also takes the
+                 pathlib.Path of a file of moe-nvfp4 importance, or None: random token ids
     cpu_experts  how many layers' experts stay on the CPU when the model goes to a GPU, see `keep_experts_on_cpu`
     linears      the linears that become 4-bit, too: "attention", "shared", "mlp", "lm_head", "all" (quantize.linears),
                  names or wildcards; `exclude` counts for them, too
