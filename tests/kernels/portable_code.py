@@ -43,7 +43,8 @@ OAI = Gate("silu", alpha=1.702, limit=0.7, up_offset=1.0)
 
 @cache
 def build(architecture, kernel, kinds, constants, options):
-    return compile_variant(divmod(architecture, 10), kernel, kinds, constants, options)
+    with mock.patch("triton.backends.nvidia.compiler.CUDABackend.make_cubin", lambda *_: b""):  # only PTX is needed
+        return compile_variant(divmod(architecture, 10), kernel, kinds, constants, options)
 
 
 def compiled(kernel, arguments, options, architecture=80):
