@@ -16,13 +16,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 from moe_nvfp4.quantize.dialects import EMBEDDING, as_patterns
 from moe_nvfp4.quantize.files import Checkpoint, sub_configs
 from moe_nvfp4.quantize.model import TIED, ModelTensors, UnknownModel
-from moe_nvfp4.quantize.names import MTP, TOWER, by_number, fused_names, is_mtp
+from moe_nvfp4.quantize.names import MTP, TOWER, by_number, fused_names, is_meant, is_mtp
 
 GROUPS = ("attention", "shared", "mlp", "lm_head")
 ALL = "all"
@@ -62,9 +61,8 @@ class Linear:
         return group_of(self.model) or group_of(self.name)
 
     def named(self, pattern: str) -> bool:
-        """Whether a name or wildcard matches it or a module that it is in."""
-        names = (self.name, self.model)
-        return any(fnmatchcase(name, p) for name in names for p in (pattern, f"{pattern}.*"))
+        """Whether a user's pattern matches it or a module that it is in."""
+        return is_meant(pattern, self.name) or is_meant(pattern, self.model)
 
 
 def as_wanted(given: str | Iterable[str] | None) -> list[str]:

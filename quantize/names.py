@@ -117,11 +117,17 @@ def aliases(module: str) -> list[str]:
     return names
 
 
+def is_meant(pattern: str, name: str) -> bool:
+    """Whether a user's pattern, a name, a wildcard or `re:` and an expression, matches the module `name` or one that it
+    is in."""
+    return matches(pattern, name) or fnmatchcase(name, f"{pattern}.*")
+
+
 def names_experts(pattern: str, module: str) -> bool:
-    """Whether a name or wildcard of a user's matches the experts module `module`, or a projection of its experts, which
-    stands for the whole. One for all experts does, and one for expert 0 alone (*.0.*, which means layer 0) does not."""
+    """Whether a user's pattern matches the experts module `module`, or a projection of its experts, which stands for
+    the whole. One for all experts does, and one for expert 0 alone (*.0.*, which means layer 0) does not."""
     parts = [[f"{module}.{e}.{part}" for e in (0, 1)] for names in PLAIN_NAMES.items() for part in names]
-    return any(all(matches(pattern, name) for name in names) for names in ([module], *parts))
+    return any(all(is_meant(pattern, name) for name in names) for names in ([module], *parts))
 
 
 def ignores_experts(pattern: str, module: str) -> bool:

@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
-from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout
+from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout, experts_modules
 from moe_nvfp4.integrations.huggingface.linears import copy_of
 from moe_nvfp4.integrations.huggingface.packed import (
     PackedConverter,
@@ -40,7 +40,7 @@ from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout, dbrx
 from moe_nvfp4.quantize.linears import EXCLUDED, Chosen, choose, linears_of_model
-from moe_nvfp4.quantize.names import PER_EXPERT
+from moe_nvfp4.quantize.names import PER_EXPERT, names_experts
 from moe_nvfp4.quantize.recipes import quantize_expert
 
 logger = logging.get_logger(__name__)
@@ -398,7 +398,8 @@ def names_for_saving(model: Any, names: Iterable[str]) -> dict[str, str | None]:
 
 def choose_linears(model: Any, config: MoeNvfp4Config) -> Chosen:
     """The linears of a dense `model` that `config` asks for; none where it does not. NVFP4 linears count as chosen.
-    ValueError for a part of a model, whose linears have no names."""
+    ValueError for a part of a model, whose linears have no names, and for a pattern of `config.exclude` that matches
+    neither experts nor linears that are asked for."""
     if isinstance(config.linears, str):
         return Chosen()
     if not isinstance(model, PreTrainedModel):
@@ -409,6 +410,13 @@ def choose_linears(model: Any, config: MoeNvfp4Config) -> Chosen:
     done = {name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, NVFP4Linear)}
     names = names_in_files(model, (name for name, _ in model.named_modules(remove_duplicate=False)))
     chosen = choose(linears_of_model(model, names, done), config.linears, config.exclude, type(model).__name__)
+    experts = [name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, HFExperts)]
+    experts += [name for name, *_ in experts_modules(model)]
+    if useless := [p for p in chosen.unmatched if not any(names_experts(p, name) for name in experts)]:
+        raise ValueError(
+            f"exclude: {useless[0]!r} matches no experts module, and none of the linears that are asked for; "
+            f"{type(model).__name__} has {', '.join(experts[:3])}" + (", ..." if len(experts) > 3 else "")
+        )
     for name, why in chosen.left.items():
         if why != EXCLUDED:
             logger.warning(f"linears: {name} stays dense: {why}")

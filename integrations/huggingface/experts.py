@@ -28,7 +28,6 @@ from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.ops import Adapters
 from moe_nvfp4.prepared import real_tensors
-from moe_nvfp4.quantize.dialects import matches
 from moe_nvfp4.quantize.layouts import dbrx
 from moe_nvfp4.quantize.layouts.base import interleave_rows, split_rows
 from moe_nvfp4.quantize.names import names_experts
@@ -510,9 +509,7 @@ def _check_excluded(model: nn.Module, config: MoeNvfp4Config, found: list) -> No
     if not names:
         raise ValueError(f"{what} has no experts to quantize; dense models are not what this library is for")
     useless = [p for p in config.exclude if not any(names_experts(p, name) for name in names)]
-    if not isinstance(config.linears, str):  # `exclude` is for them, too
-        useless = [p for p in useless if not any(matches(p, name) for name, _ in model.named_modules())]
-    if useless:
+    if useless and isinstance(config.linears, str):  # else `exclude` is for linears too, and `choose_linears` says so
         listed = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
         raise ValueError(f"exclude: {', '.join(map(repr, useless))} matches no experts module; {what} has {listed}")
     if all(layout is None for _, _, layout in found):

@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
         "would be skipped and why. Reads only headers and config.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    add_exclude(sub)
+    add_exclude(sub, "experts modules")
     add_json(sub)
     sub.set_defaults(recipe=None, linears=None)
 

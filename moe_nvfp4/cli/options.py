@@ -54,10 +54,10 @@ def add_quantizing(sub: argparse.ArgumentParser) -> None:
     add_exclude(sub)
 
 
-def add_exclude(sub: argparse.ArgumentParser) -> None:
+def add_exclude(sub: argparse.ArgumentParser, what: str = "experts modules, or --linears,") -> None:
     sub.add_argument(
         "--exclude", action="append", default=[], metavar="NAME",
-        help="experts modules, or --linears, to leave as they are; may have wildcards: 'model.layers.0.*'",
+        help=f"{what} to leave as they are; may have wildcards: 'model.layers.0.*'",
     )  # fmt: skip
 
 

@@ -203,5 +203,7 @@ def matches(pattern: str, module: str) -> bool:
             return regex.match(pattern[3:], module, timeout=1.0) is not None
         except (regex.error, TimeoutError) as error:
             why = "takes too long" if isinstance(error, TimeoutError) else f"is no regular expression ({error})"
-            raise ValueError(f"{pattern[:200]!r} in the config's ignore list {why}: name the modules instead") from None
+            raise ValueError(
+                f"{pattern[:200]!r}, excluded or in the config's ignore list, {why}: name modules"
+            ) from None
     return fnmatchcase(module, pattern) or module.startswith(pattern.rstrip("*.") + ".")

@@ -313,6 +313,9 @@ def test_patterns(tmp_path):
         (["*.q_proj", "*.[kv]_proj"], (), {s for s in attention if "o_proj" not in s}),
         ("all", ["*.0.self_attn", "lm_head"], attention - one | shared),
         ("attention", ["model.layers.0"], attention - one),
+        ("attention", ["model.layers.0."], attention - one),
+        ("attention", [r"re:.*\.0\.(self_attn|mlp)"], attention - one),
+        ("attention", ["*.layers.0"], attention - one),  # its experts, too
     )):  # fmt: skip
         path = converted(source, tmp_path / f"b{i}", linears=linears, exclude=exclude)
         assert made(path) == meant, linears
@@ -331,18 +334,19 @@ def test_patterns(tmp_path):
     ("*.q_proj", (), "servers fuse .*0.self_attn.q_proj and .*k_proj, of which .* .not asked for.: ask for both"),
     ("attention", "*.v_proj", "servers fuse .*_proj and .*v_proj, of which the second stays dense .excluded."),
     ("attention", "*.[qkvo]_proj", "of those that attention names in .*, none can be 4-bit: .*o_proj: excluded"),
-    ("attention", "lm_head", "'lm_head' matches no experts module"),
+    ("attention", "lm_head", "'lm_head' matches no experts module, and none of the linears that are asked for"),
+    ("attention", "*.shared_expert", r"'\*.shared_expert' matches no experts module, and none of the linears"),
+    ("attention", "re:.*lm_head", r"'re:\.\*lm_head' matches no experts module, and none of the linears"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(linears, exclude, message, tmp_path):
     source = folder(tmp_path, qwen2_moe)
     with pytest.raises(ValueError, match=message):
         converted(source, tmp_path / "b", linears=linears, exclude=exclude)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bf16"]
-    if exclude != "lm_head":  # in memory it is enough that a pattern matches a module
-        with pytest.raises(ValueError, match=message):
-            load(source, quantization_config=MoeNvfp4Config(linears=linears, exclude=exclude))
-        with pytest.raises(ValueError, match=message):
-            swap_experts(load(source), linears=linears, exclude=exclude, progress=False)
+    with pytest.raises(ValueError, match=message):
+        load(source, quantization_config=MoeNvfp4Config(linears=linears, exclude=exclude))
+    with pytest.raises(ValueError, match=message):
+        swap_experts(load(source), linears=linears, exclude=exclude, progress=False)
 
 
 def test_what_stays_dense_is_named_by_its_layers():
