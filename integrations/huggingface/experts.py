@@ -126,8 +126,17 @@ def _decorated(m: Any) -> ModuleLayout:
             "4-bit experts would not do what it does: put that into a module around the experts, decorate the class "
             "itself, or leave it as it is with exclude=['<its module name>']"
         )
-    up = m.gate_up_proj if m.has_gate else m.up_proj
-    shape = tuple(up.shape)
+    up_name = "gate_up_proj" if m.has_gate else "up_proj"
+    known = {f"{name}{end}" for name in (up_name, "down_proj") for end in ("", "_bias")[: 1 + m.has_bias]}
+    more = [n for n, _ in m.named_parameters() if n not in known and not n.startswith("post_expert_norm.")]
+    more += [n for n, _ in m.named_buffers(recurse=False)]
+    if more and {up_name, "down_proj"} <= m._parameters.keys():  # else they are parametrized, of which others tell
+        raise NotImplementedError(
+            f"{type(m).__name__} has {', '.join(more[:3])} besides the weights of transformers' "
+            "use_experts_implementation, and 4-bit experts would lose it: put it into a module around the experts, or "
+            "leave them as they are with exclude=['<its module name>']"
+        )
+    shape = tuple(getattr(m, up_name).shape)
     E, N13, H = shape if not m.is_transposed else (shape[0], shape[2], shape[1])
     return ModuleLayout(
         num_experts=E,
@@ -226,7 +235,7 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = 
     limits = {float(v) for v in _attributes(module, "limit") if v and v > 0} | {inf}
     alphas = {float(v) for v in _attributes(module, "alpha") if v} | {1.0}
     if layout.gated:
-        pairs = torch.cartesian_prod(probe, probe).T.contiguous()  # [2, probes^2]
+        rows = torch.cartesian_prod(probe, probe).T  # [gate, up], [2, probes^2]
         candidates = [
             Gate(kind, alpha, limit, offset, after)
             for limit in sorted(limits)
@@ -235,9 +244,10 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = 
             for after in (False, True)
         ]
     else:
-        pairs = probe[None]
+        rows = probe[None]
         candidates = [Gate("relu2", gated=False)]
-    concatenated = pairs.T.contiguous()  # rows of [gate, up]; since I = 1, interleaving them changes nothing
+    # As I = 2 channels [probes / 2, 2I]: a gate of its own may treat them differently, or take others for gate and up
+    concatenated = torch.cat([row.view(2, -1) for row in rows]).T.contiguous()
     with torch.no_grad(), torch.device("cpu"):
         try:
             expected = own_gate(module, source_class or type(module), layout, concatenated).float()

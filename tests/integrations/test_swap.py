@@ -312,7 +312,7 @@ def test_linears_that_stay_dense_are_named(caplog):
     swap_experts(model, linears=["attention", "lm_head"], exclude="lm_head", progress=False)
     left = [r.message for r in caplog.records if "stays dense" in r.message]
     assert len(left) == 1 and left[0].startswith(
-        "linears: model.layers.*.self_attn.o_proj stays dense: its weight is no"
+        "linears: model.layers.1.self_attn.o_proj stays dense: its weight is no"
     )
     model = get_peft_model(make(qwen3_moe), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(
@@ -345,6 +345,56 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused():
         swap_experts(model, progress=False)
     swap_experts(model, exclude="model.layers.1.*", progress=False)
     assert kinds(model) == ["HFExperts", "Doubled"]
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "activation"])
+def test_what_4_bit_experts_would_lose_is_refused(kind):
+    """Swish with a learned factor, say: from its usual value 1, the gate is silu until it is trained."""
+    model = make(qwen3_moe)
+    experts = model.model.layers[1].mlp.experts
+    if kind == "activation":
+        experts.act_fn = nn.PReLU()
+    elif kind == "buffer":
+        experts.register_buffer("beta", torch.ones(()))
+    else:
+        experts.beta = nn.Parameter(torch.ones(()))
+    name = "act_fn.weight" if kind == "activation" else "beta"
+    with pytest.raises(NotImplementedError, match=f"Qwen3MoeExperts has {name} besides the weights of .* would lose"):
+        swap_experts(model, progress=False)
+    assert kinds(model) == ["Qwen3MoeExperts"] * 2
+    swap_experts(model, exclude="model.layers.1.*", progress=False)
+
+
+class ByChannel(Qwen3MoeExperts):
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up * torch.linspace(1, 2, up.shape[-1])
+
+
+class Centred(Qwen3MoeExperts):
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * (up - up.mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("own", [ByChannel, Centred, "interleaved"])
+def test_gates_that_treat_channels_differently(own):
+    """Among them one that takes halves for gate and up, where the class says that these alternate."""
+    model = make(qwen3_moe, torch.float32)
+    plain = swap_experts(copy.deepcopy(model), progress=False)
+    for layer in model.model.layers:
+        if own == "interleaved":
+            layer.mlp.experts.is_concatenated = False
+        else:
+            layer.mlp.experts.__class__ = own
+    mine = swap_experts(copy.deepcopy(model), progress=False)
+    with torch.no_grad():
+        for dense, layer in zip(model.model.layers, plain.model.layers, strict=True):
+            dequantized = layer.mlp.experts.to_dense(torch.float32)
+            dense.mlp.experts.gate_up_proj.copy_(dequantized.gate_up_proj)
+            dense.mlp.experts.down_proj.copy_(dequantized.down_proj)
+    assert relative_error(logits(mine), logits(model)) < 1e-5
+    assert (relative_error(logits(mine), logits(plain)) > 1e-2) == (own != "interleaved")
 
 
 @pytest.mark.slow_after(2)
@@ -550,8 +600,8 @@ def test_exclude_is_a_pattern_or_several(tmp_path):
 
 def test_an_exclude_that_matches_nothing_is_named(tmp_path):
     source = folder(tmp_path, qwen3_moe)
-    message = r"exclude: 'model.layer.0', '\*mlp' matches no experts module; Qwen3MoeForCausalLM has model.layers.0.mlp"
-    exclude = ["model.layer.0", "model.layers.1.*", "*mlp"]
+    message = r"exclude: 'model.layer.0', '\*attn' matches no experts module; Qwen3MoeForCausalLM has model.layers.0.mlp"
+    exclude = ["model.layer.0", "model.layers.1.*", "*attn"]
     with pytest.raises(ValueError, match=message):
         swap_experts(load(source), exclude=exclude, progress=False)
     with pytest.raises(ValueError, match=message):
