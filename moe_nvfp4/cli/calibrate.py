@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from moe_nvfp4.cli.models import folder, load, text_of, windows_of
 from moe_nvfp4.cli.options import (
@@ -57,6 +59,7 @@ def run(args: argparse.Namespace) -> None:
         if model.hf_quantizer.quantization_config.activations == "bf16":
             set_activations(model, "nvfp4")
         model.save_pretrained(place.files)
+        _keep_config(files.config, place.files / "config.json")
         copy_files(others, source, place.files)
         surplus = surplus_of(files)
         place.publish()
@@ -66,3 +69,18 @@ def run(args: argparse.Namespace) -> None:
     for name, why in left_out.items():
         note(f"left out: {name}: {why}")
     note(f"wrote {args.destination}: static scales from {windows.numel()} tokens")
+
+
+def _keep_config(source: dict[str, Any], file: Path) -> None:
+    """Put the `source`'s config, with the new quantization_config, in place of the one that transformers wrote: this
+    has the form of its version, in which older programs do not find rope_theta, and take their default."""
+    from moe_nvfp4.quantize.files import NAMED_WEIGHTS
+
+    written = json.loads(file.read_text("utf-8"))
+    if written.get("architectures") != source.get("architectures"):
+        return  # a part of the source, whose config is another
+    new = {key: written[key] for key in ("quantization_config", "dtype") if key in written}
+    if "torch_dtype" in source or "dtype" in source:
+        new.pop("dtype", None)
+    kept = {key: value for key, value in source.items() if key != NAMED_WEIGHTS}  # new files have the usual names
+    file.write_text(json.dumps(kept | new, indent=2, ensure_ascii=False) + "\n", "utf-8")

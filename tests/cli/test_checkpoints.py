@@ -381,11 +381,16 @@ def test_calibrate(folder, tmp_path, capsys):
 
 
 def test_calibrate_keeps_the_rest(tmp_path, folder, capsys):
-    """Its bytes, in the dtype of the files, and the files beside the weights; but not a card of something else."""
+    """Its bytes, in the dtype of the files, the files beside the weights, and the config as older programs read it; but
+    not a card of something else."""
     shutil.copytree(folder, tmp_path / "fp16")
     make(qwen3_moe, torch.float16).save_pretrained(tmp_path / "fp16")
     (tmp_path / "fp16" / "preprocessor_config.json").write_text('{"size": 3}')
     run("quantize", tmp_path / "fp16", tmp_path / "4bit", "--linears", "attention")
+    config = json.loads((tmp_path / "4bit" / "config.json").read_text())
+    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "torch_dtype": config.pop("dtype")}
+    config |= {"rope_scaling": None, "of_my_own": {"a": [1]}}
+    (tmp_path / "4bit" / "config.json").write_text(json.dumps(config))
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh ijkl mnop " * 20)
     capsys.readouterr()
@@ -399,6 +404,9 @@ def test_calibrate_keeps_the_rest(tmp_path, folder, capsys):
     assert {path.name for path in (tmp_path / "static").iterdir()} == names
     for name in names - {"config.json", "model.safetensors"}:
         assert (tmp_path / "4bit" / name).read_bytes() == (tmp_path / "static" / name).read_bytes()
+    now = json.loads((tmp_path / "static" / "config.json").read_text())
+    assert now.pop("quantization_config")["quant_algo"] == "NVFP4" and config.pop("quantization_config")
+    assert now == config
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors", None])
