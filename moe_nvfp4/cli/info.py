@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
         })  # fmt: skip
         return
     if not args.json:
-        state = f"{form or 'bf16'}, would become NVFP4" if quantization is None else f"NVFP4 of {chosen.dialect}"
+        state = f"{form or 'dense'}, would become NVFP4" if quantization is None else f"NVFP4 of {chosen.dialect}"
         say(f"{args.model}: {type(model).__name__}, {len(experts)} layers of experts, {state}")
         rows = grouped((name, row.cells()) for name, row in experts.items())
         table([""] * 5, [[f"  {name}", *cells] for name, cells in rows], left=4)

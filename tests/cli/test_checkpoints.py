@@ -67,7 +67,7 @@ def test_quantize_info_generate(folder, tmp_path, capsys):
     assert len(re.findall(r"mlp.experts", said)) == 1
     assert re.search(r"  2 x model.layers.0-1.mlp.experts +Qwen3MoeExperts +E 8  H 64  I 48 +silu", said)
     # 2 layers of 8 * 3 * 64 * 48 weights: 2 bytes each, then 9 bytes for 16 and 3 scales per expert
-    assert "2 layers of experts, bf16, would become NVFP4" in said
+    assert "2 layers of experts, dense, would become NVFP4" in said
     assert f"experts: {2 * 147456 / 1e3:.1f} KB in bf16" in said
 
     other = tmp_path / "out" / "other"

@@ -5,8 +5,10 @@ as in a CUDA graph, nothing of the model's Python runs any more.
 """
 
 import copy
+import gc
 import pickle
 import runpy
+import weakref
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from transformers import CompileConfig, GenerationConfig, StaticCache
 from moe_nvfp4.cli import answers
 from moe_nvfp4.integrations.huggingface import graphs, swap_experts, use_cuda_graphs
 from tests.common import ROOT
-from tests.models import IDS, deepseek, gpt_oss, granite, llama4, make, nemotron_h, qwen3_moe
+from tests.models import IDS, deepseek, gpt_oss, granite, llama4, load, logits, make, nemotron_h, qwen3_moe
 
 pytestmark = pytest.mark.usefixtures("as_on_gpu")
 
@@ -140,9 +142,28 @@ def test_each_call_of_generate_has_a_graph_of_its_own(recorded):
     model = use_cuda_graphs(ready(qwen3_moe))
     assert torch.equal(said(model).sequences, said(model).sequences)
     assert recorded["captured"] == 2
-    assert copy.deepcopy(model).get_compiled_call().model is not model
+    other = copy.deepcopy(model)
+    assert other.get_compiled_call().model is other
     with pytest.raises(ValueError, match="compile_config has no effect after use_cuda_graphs"):
         said(model, compile_config=CompileConfig())
+
+
+@pytest.mark.parametrize("how", ["swapped", "loaded"])
+def test_a_model_is_freed_when_its_last_name_goes(how, tmp_path):
+    """As a dense one, and not when Python looks for cycles: its memory is wanted for the next."""
+    model = swap_experts(make(qwen3_moe), progress=False)
+    if how == "loaded":
+        model.save_pretrained(tmp_path)
+        model = load(tmp_path)
+    logits(model)
+    weights = weakref.ref(model.model.layers[0].mlp.experts.down_proj)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert weights() is None
+    finally:
+        gc.enable()
 
 
 def test_a_capture_that_fails_is_said_and_left_out(monkeypatch, caplog):
