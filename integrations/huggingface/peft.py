@@ -17,7 +17,7 @@ else lose when an adapter is loaded. Nothing else of PEFT changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, refuse_elsewhere
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import Adapter, Adapters
-from moe_nvfp4.prepared import in_fsdp
+from moe_nvfp4.prepared import changing, in_fsdp
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert, quantize_matrix, recipe_named
 from moe_nvfp4.stages import joined
 from moe_nvfp4.weights import Matrices
@@ -96,6 +96,7 @@ class LoraModel(lora.LoraModel):
                 f"adapter {adapter!r} is trained to be merged into 4-bit weights (nvfp4_mergeable), and changes none "
                 "in this model: load the 4-bit model that it belongs to"
             )
+        _refuse_replicas(named)
         # PEFT nests the wrappers of a module's parameters
         names = sorted({".".join(p for p in n.split(".") if p != "base_layer") for n in named})
         if (trained := config.nvfp4_layers) is None:
@@ -218,6 +219,12 @@ class _Merging:
         """The base layer's codes, by their name, which mergeable adapters change, with the scales that they keep."""
         raise NotImplementedError
 
+    @property
+    def codes(self) -> Tensor:
+        """The base layer's parameter of `_matrices`."""
+        codes: Tensor = getattr(self.get_base_layer(), self._matrices()[0])
+        return codes
+
     def _learned(self, adapters: list[str]) -> tuple[list[float], list[Tensor]]:
         """What adds `adapters`: their scales and tensors."""
         sides = (self.lora_A, self.lora_B)
@@ -238,12 +245,14 @@ class _Merging:
                 "a CUDA graph would not see that an adapter that is trained to be merged (nvfp4_mergeable) changes: "
                 "merge_and_unload() before, or run without graphs (another cache than the static one)"
             )
-        (scales, now), (old_scales, before) = self._learned(active), self._merged_from
-        same = self.merged_adapters == active and scales == old_scales
-        if not (same and all(map(torch.equal, now, before))):
-            _refuse_gathered(self.get_base_layer())
-            if not self._merged_again(active):
-                self.merge(adapter_names=active, by_call=self._by_call or not self.merged_adapters)
+        with changing:  # another thread would merge on top
+            (scales, now), (old_scales, before) = self._learned(active), self._merged_from
+            same = self.merged_adapters == active and scales == old_scales
+            if not (same and all(map(torch.equal, now, before))):
+                _refuse_gathered(self.get_base_layer())
+                _refuse_between_processes(self.get_base_layer())
+                if not self._merged_again(active):
+                    self.merge(adapter_names=active, by_call=self._by_call or not self.merged_adapters)
         return active
 
     def _save_to_state_dict(self, *args: Any) -> None:
@@ -257,8 +266,9 @@ class _Merging:
     def as_read(self) -> None:
         """Undo what a call has merged, for all that reads the weights: after a state dict that has them merged, say, a
         call would merge again on top. The next call merges by itself."""
-        if self._by_call:
-            self.unmerge()
+        with changing:
+            if self._by_call:
+                self.unmerge()
 
     @torch.no_grad()
     def _merged_again(self, adapters: list[str]) -> bool:
@@ -545,6 +555,28 @@ def _refuse_gathered(layer: nn.Module) -> None:
             "adapters that are trained to be merged (nvfp4_mergeable) change the weights in place, and fully_shard "
             "takes these away after each call: use DDP, or train a plain LoraConfig"
         )
+
+
+def _refuse_between_processes(layer: nn.Module) -> None:
+    """NotImplementedError if other processes have the weights of `layer`, too: they would not know what is merged."""
+    if any(p.device.type == "cpu" and p.is_shared() for p in layer.parameters()):
+        raise NotImplementedError(
+            "adapters that are trained to be merged (nvfp4_mergeable) change the weights in place, and these are in "
+            "memory that processes share (share_memory, torch.multiprocessing): merge_and_unload() before, or call a "
+            "copy.deepcopy of the model"
+        )
+
+
+def _refuse_replicas(layers: Mapping[str, _Merging]) -> None:
+    """NotImplementedError if two of these `layers` share their weights: one would merge on top of the other."""
+    seen: dict[int, str] = {}
+    for name, layer in layers.items():
+        if (other := seen.setdefault(id(layer.codes), name)) != name:
+            raise NotImplementedError(
+                f"{other} and {name} have the same weights (layer_replication), and adapters that are trained to be "
+                "merged (nvfp4_mergeable) need weights of their own: copy.deepcopy the layers, or train a plain "
+                "LoraConfig"
+            )
 
 
 def _refuse_unsynchronised(model: nn.Module) -> None:

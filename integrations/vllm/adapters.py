@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_nvfp4.ops import Adapter, Adapters
+from moe_nvfp4.quantize.names import TOWER
 
 # What else PEFT can do to LoRA, and its value in adapters that do not
 PLAIN: dict[str, Any] = {
@@ -22,8 +23,9 @@ PLAIN: dict[str, Any] = {
     "trainable_token_indices": None,
 }  # fmt: skip
 OF_EXPERTS = re.compile(
-    r".*\blayers\.(?P<layer>\d+)\.(?:.*\.)?experts(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight"
+    r"(?P<part>.*)\blayers\.(?P<layer>\d+)\.(?:.*\.)?experts(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight"
 )
+OTHERS = re.compile(rf"{TOWER.pattern}|talker|\bmtp")  # parts of a model beside its language model
 LAYER = re.compile(r".*\blayers\.(\d+)\.")
 
 
@@ -152,6 +154,7 @@ class ExpertsAdapter:
         self.scaling = said["lora_alpha"] / (said["r"] ** 0.5 if said.get("use_rslora") else said["r"])
         self.rank = said["r"]
         self.names: dict[int, dict[tuple[bool, str], str]] = {}  # layer -> (inner, side) -> name
+        parts: dict[str, str] = {}  # of the model -> a name
         with safe_open(self.file, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 found = OF_EXPERTS.fullmatch(name)
@@ -160,7 +163,13 @@ class ExpertsAdapter:
                         f"adapter {folder!r}: {name} is not of experts. vLLM serves adapters of linears and of experts "
                         "together by request (--enable-lora), or serve it with transformers (PEFT)"
                     )
+                parts.setdefault(found["part"], name)
                 self.names.setdefault(int(found["layer"]), {})[found["inner"] is not None, found["side"]] = name
+        if len(parts) > 1 or any(map(OTHERS.search, parts)):
+            raise NotImplementedError(
+                f"adapter {folder!r} changes {' and '.join(parts.values())}: the option serves adapters of the "
+                "language model's experts alone. Leave out the other part's, or serve it with transformers (PEFT)"
+            )
         if not self.names:
             raise ValueError(f"adapter {folder!r} has no tensors")
 

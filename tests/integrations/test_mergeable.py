@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -268,6 +270,36 @@ def test_a_graph_is_not_captured(monkeypatch):
     monkeypatch.setattr("moe_nvfp4.integrations.huggingface.peft.capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="merge_and_unload"):
         logits(mine)
+
+
+def test_threads_merge_once():
+    """Those that call the model first, at the same time, all find nothing merged, and merged on top of each other."""
+    model, base = get_peft_model(swapped(), config()), logits(swapped())
+    want = logits(copy.deepcopy(model))
+    start = Barrier(4)
+
+    def call(_):
+        start.wait()
+        return logits(model)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(call, range(4)))
+    assert all(torch.equal(answer, want) for answer in answers)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), base)
+
+
+def test_weights_of_several_layers_or_processes_are_refused():
+    """One would merge on top of the other."""
+    with pytest.raises(NotImplementedError, match="have the same weights .layer_replication., .* plain LoraConfig"):
+        get_peft_model(swapped(), config(target_modules=["q_proj"], layer_replication=[[0, 1], [0, 2]],
+                                         target_parameters=[ON_EXPERTS[0], ON_EXPERTS[2]]))  # fmt: skip
+    model = get_peft_model(swapped(), config())
+    want = logits(copy.deepcopy(model))
+    model.share_memory()
+    with pytest.raises(NotImplementedError, match="memory that processes share .* copy.deepcopy of the model"):
+        logits(model)
+    assert torch.equal(logits(copy.deepcopy(model)), want)
 
 
 @pytest.mark.skipif(

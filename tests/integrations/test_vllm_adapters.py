@@ -128,6 +128,14 @@ def changed(model, path, change, of="both", **said):
     return str(path)
 
 
+def of_part(files, part, alone=False):
+    """Give the tensors to another part of the model, too, or to that alone."""
+    moved = {name.replace("model.layers", f"{part}.model.layers"): tensor.clone() for name, tensor in files.items()}
+    if alone:
+        files.clear()
+    files.update(moved)
+
+
 A = "base_model.model.model.layers.1.mlp.experts.lora_A.weight"
 INNER = "base_model.model.model.layers.1.mlp.experts.base_layer.lora_{}.weight"
 SAME = lambda files: None  # noqa: E731
@@ -145,6 +153,12 @@ SAME = lambda files: None  # noqa: E731
             r"expected rank \* experts = 32 by 128, 192 or by 96",
         ),
         (lambda files: files.update({A: files[A][:, :-1].clone()}), {}, "it is of another model"),
+        (
+            lambda files: of_part(files, "talker", alone=True),
+            {},
+            "changes .*talker.*: .* language model's experts alone",
+        ),
+        (lambda files: of_part(files, "other"), {}, "changes .* and .*other.*: .* language model's experts alone"),
     ],
 )
 def test_what_it_cannot_be_is_named(model, tmp_path, change, said, text):
