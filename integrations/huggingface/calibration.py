@@ -156,7 +156,7 @@ def evaluating(model: nn.Module, by_autocast: bool = True) -> Iterator[None]:
 def model_importance(
     model: nn.Module,
     batches: Sequence[Tensor],
-    exclude: Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     progress: bool = True,
     linears: Iterable[str] = (),
 ) -> Importance:
@@ -176,7 +176,7 @@ def model_importance(
 def files_importance(
     folder: str | os.PathLike,
     batches: Sequence[Tensor],
-    exclude: Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     device: str | None = None,
     progress: bool = True,
 ) -> Importance:
@@ -187,7 +187,7 @@ def files_importance(
 def streamed_importance(
     files: LayerFiles,
     batches: Sequence[Tensor],
-    exclude: Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     progress: bool = True,
     linears: Iterable[str] | None = None,
 ) -> Importance:
@@ -259,10 +259,10 @@ def importance_of_file(path: str | os.PathLike, model: Any) -> Importance:
     return found.renamed(lambda name: name if name in found.layers else in_file(name))
 
 
-def dense_modules(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, tuple[nn.Module, ModuleLayout]]:
+def dense_modules(model: nn.Module, exclude: str | Iterable[str] = ()) -> dict[str, tuple[nn.Module, ModuleLayout]]:
     """The dense experts of `model` that `exclude` does not match, by name, each once. ValueError if there are none."""
     found: dict[int, tuple[str, nn.Module, ModuleLayout]] = {}
-    for name, module, layout in find_experts(model, MoeNvfp4Config(exclude=list(exclude)), required=False):
+    for name, module, layout in find_experts(model, MoeNvfp4Config(exclude=exclude), required=False):
         if layout is not None:
             found.setdefault(id(module), (name, module, layout))
     if not found:

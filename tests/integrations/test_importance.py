@@ -89,7 +89,7 @@ def test_sums_are_those_of_a_loop_over_tokens():
         assert torch.equal(found.layers[name].rows, layer.rows) and layer.rows.sum() == 2 * 14
         torch.testing.assert_close(found.layers[name].x, layer.x, rtol=1e-6, atol=0)
         torch.testing.assert_close(found.layers[name].h, layer.h, rtol=1e-4, atol=1e-9)
-    second = model_importance(model, BATCHES, ["model.layers.0.*"], progress=False)
+    second = model_importance(model, BATCHES, "model.layers.0.*", progress=False)
     assert second.layers.keys() == {"model.layers.1.mlp.experts"}
     with pytest.raises(ValueError, match="no experts to quantize, or all of them are excluded"):
         model_importance(model, BATCHES, ["*"], progress=False)
