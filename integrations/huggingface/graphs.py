@@ -8,7 +8,7 @@ from functools import partial
 from inspect import signature
 from threading import Lock
 from typing import Any
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -59,30 +59,11 @@ def decode_by_graphs(model: Any) -> None:
         model._valid_auto_compile_criteria = Hint(model)
 
 
-class _OfModel:
-    """Belongs to a `model`, which has it as an attribute: so `del model` frees both at once, and they are copied and
-    pickled together."""
-
-    def __init__(self, model: Any):
-        self._model = ref(model)
-
-    @property
-    def model(self) -> Any:
-        return self._model()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": self.model}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _model=ref(state["_model"]))
-
-
-class StepMaker(_OfModel):
+class StepMaker:
     """Replaces transformers' `get_compiled_call`, which `generate` calls once: the step that it runs from then on."""
 
     def __init__(self, model: Any, compile_too: bool):
-        super().__init__(model)
-        self.compile_too = compile_too
+        self.model, self.compile_too = model, compile_too  # copied and pickled with the model
 
     def __call__(self, compile_config: Any = None) -> Any:
         if not self.compile_too:
@@ -102,11 +83,14 @@ class StepMaker(_OfModel):
         return type(self.model).get_compiled_call(self.model, compile_config)
 
 
-class Hint(_OfModel):
+class Hint:
     """Replaces transformers' `_valid_auto_compile_criteria`, by which `generate` decides whether to call
     `get_compiled_call`: says once that a static cache would make decoding on this GPU faster."""
 
     said = False
+
+    def __init__(self, model: Any):
+        self.model = model
 
     def __call__(self, kwargs: dict[str, Any], config: Any) -> bool:
         found: bool = type(self.model)._valid_auto_compile_criteria(self.model, kwargs, config)
