@@ -21,7 +21,7 @@ from typing import Any
 from moe_nvfp4.quantize.dialects import EMBEDDING, as_patterns
 from moe_nvfp4.quantize.files import Checkpoint, sub_configs
 from moe_nvfp4.quantize.model import TIED, ModelTensors, UnknownModel
-from moe_nvfp4.quantize.names import MTP, TOWER, by_number, fused_names, is_meant, is_mtp
+from moe_nvfp4.quantize.names import MTP, TOWER, by_number, fused_names, is_meant, is_mtp, spans
 
 GROUPS = ("attention", "shared", "mlp", "lm_head")
 ALL = "all"
@@ -242,19 +242,10 @@ def _named_together(linears: Iterable[Linear], why: Mapping[Linear, str]) -> dic
         else:
             before, number, after = re.split(r"(?<=\.)(\d+)(?=\.|$)", linear.name, maxsplit=1)
             some[before, after, reason].append(int(number))
-    return left | {f"{before}{_spans(numbers)}{after}": reason for (before, after, reason), numbers in some.items()}
-
-
-def _spans(numbers: Iterable[int]) -> str:
-    """2, or {0-2,5}."""
-    spans: list[list[int]] = []
-    for n in sorted(numbers):
-        if spans and spans[-1][-1] == n - 1:
-            spans[-1].append(n)
-        else:
-            spans.append([n])
-    found = ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
-    return found if found.isdecimal() else f"{{{found}}}"
+    for (before, after, reason), numbers in some.items():
+        listed = spans(sorted(numbers))
+        left[f"{before}{listed if len(numbers) == 1 else f'{{{listed}}}'}{after}"] = reason
+    return left
 
 
 def _hint(item: str, linears: Iterable[Linear]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, matches
@@ -21,6 +21,17 @@ GATES = {"up_proj": "gate_proj", "w3": "w1"}  # up -> gate, which have the same 
 def by_number(name: str) -> list[int | str]:
     """A key to sort names by, in which numbers are numbers: layer 2 comes before layer 10."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers in order, 0 1 2 5, as 0-2,5."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
 def projections(name: str) -> tuple[str, ...]:

@@ -238,10 +238,8 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
         draft.copy(name, stored)
         if is_dense_linear(name, stored) and not any(name.startswith(f"{m}.") for m in draft.excluded):
             draft.dense.add(name.removesuffix(".weight"))
-    config = {**checkpoint.config, "quantization_config": _quantization_config(draft, info)}
-    config.pop(NAMED_WEIGHTS, None)  # new files have the usual names
-    if not (config.get("dtype") or config.get("torch_dtype")) and options.dtype:
-        config["dtype"] = DTYPES[options.dtype]  # without it, transformers may take that of a scale
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    config = config_of_new_files(checkpoint.config, _quantization_config(draft, info), dtype)
     if options.importance is not None:
         options.importance.check_model(draft.modules, checkpoint.tensors, checkpoint.folder)
     patterns = (*options.exclude, *(options.include or ()))
@@ -468,6 +466,16 @@ def _fp8_next_to_nvfp4(draft: _Draft, files: nvfp4.NVFP4Files) -> None:
 
 
 # ---------------------------------------------------------------- the rest
+def config_of_new_files(source: Mapping, quantization_config: dict, dtype: str | None) -> dict:
+    """The config.json of a checkpoint in a new format: the `source`'s, in its form. dtype: of the weights, for a source
+    that does not say it."""
+    config = {**source, "quantization_config": quantization_config}
+    config.pop(NAMED_WEIGHTS, None)  # new files have the usual names
+    if not (config.get("dtype") or config.get("torch_dtype")) and dtype:
+        config["dtype"] = dtype  # without it, transformers may take that of a scale
+    return config
+
+
 def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
     o = draft.options
     written = [name for job in draft.jobs for name in job.outputs]

@@ -410,17 +410,23 @@ def choose_linears(model: Any, config: MoeNvfp4Config) -> Chosen:
     done = {name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, NVFP4Linear)}
     names = names_in_files(model, (name for name, _ in model.named_modules(remove_duplicate=False)))
     chosen = choose(linears_of_model(model, names, done), config.linears, config.exclude, type(model).__name__)
-    experts = [name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, HFExperts)]
-    experts += [name for name, *_ in experts_modules(model)]
-    if useless := [p for p in chosen.unmatched if not any(names_experts(p, name) for name in experts)]:
-        raise ValueError(
-            f"exclude: {useless[0]!r} matches no experts module, and none of the linears that are asked for; "
-            f"{type(model).__name__} has {', '.join(experts[:3])}" + (", ..." if len(experts) > 3 else "")
-        )
+    if chosen.unmatched:
+        _check_name_experts(chosen.unmatched, model)
     for name, why in chosen.left.items():
         if why != EXCLUDED:
             logger.warning(f"linears: {name} stays dense: {why}")
     return chosen
+
+
+def _check_name_experts(patterns: Iterable[str], model: nn.Module) -> None:
+    """ValueError for a pattern that matches no experts module of `model`, dense or 4-bit."""
+    experts = [name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, HFExperts)]
+    experts += [name for name, *_ in experts_modules(model)]
+    if useless := [p for p in patterns if not any(names_experts(p, name) for name in experts)]:
+        raise ValueError(
+            f"exclude: {useless[0]!r} matches no experts module, and none of the linears that are asked for; "
+            f"{type(model).__name__} has {', '.join(experts[:3])}" + (", ..." if len(experts) > 3 else "")
+        )
 
 
 def with_names_in_files(model: nn.Module, modules: Iterable[str]) -> set[str]:

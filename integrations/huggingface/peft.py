@@ -219,12 +219,6 @@ class _Merging:
         """The base layer's codes, by their name, which mergeable adapters change, with the scales that they keep."""
         raise NotImplementedError
 
-    @property
-    def codes(self) -> Tensor:
-        """The base layer's parameter of `_matrices`."""
-        codes: Tensor = getattr(self.get_base_layer(), self._matrices()[0])
-        return codes
-
     def _learned(self, adapters: list[str]) -> tuple[list[float], list[Tensor]]:
         """What adds `adapters`: their scales and tensors."""
         sides = (self.lora_A, self.lora_B)
@@ -571,7 +565,8 @@ def _refuse_replicas(layers: Mapping[str, _Merging]) -> None:
     """NotImplementedError if two of these `layers` share their weights: one would merge on top of the other."""
     seen: dict[int, str] = {}
     for name, layer in layers.items():
-        if (other := seen.setdefault(id(layer.codes), name)) != name:
+        codes = getattr(layer.get_base_layer(), layer._matrices()[0])
+        if (other := seen.setdefault(id(codes), name)) != name:
             raise NotImplementedError(
                 f"{other} and {name} have the same weights (layer_replication), and adapters that are trained to be "
                 "merged (nvfp4_mergeable) need weights of their own: copy.deepcopy the layers, or train a plain "

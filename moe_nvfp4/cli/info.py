@@ -162,16 +162,12 @@ def _row(module: Any, layout: ModuleLayout, activations: str) -> _Row:
 
 def grouped(rows: Iterable[tuple[str, T]]) -> Iterable[tuple[str, T]]:
     """(name, what) pairs; those that differ only in the first number of the name as one: "30 x model.layers.0-29"."""
+    from moe_nvfp4.quantize.names import spans
+
     groups: dict[tuple[str, str, T], list[str]] = {}
     for name, text in rows:
         before, number, after = re.findall(r"^(\D*)(\d*)(.*)$", name)[0]
         groups.setdefault((before, after, text), []).append(number)
     for (before, after, text), numbers in groups.items():
-        spans: list[list[int]] = []
-        for number in map(int, filter(None, numbers)):
-            if spans and number == spans[-1][1] + 1:
-                spans[-1][1] = number
-            else:
-                spans.append([number, number])
-        listed = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+        listed = spans(map(int, filter(None, numbers)))
         yield (f"{len(numbers)} x " if len(numbers) > 1 else "") + before + listed + after, text
