@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.quantize.files import Checkpoint, expert_counts
 from moe_nvfp4.quantize.layouts.base import Given, one_too_many
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PLAIN_NAMES
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PLAIN_NAMES, aliases
 
 if TYPE_CHECKING:
     from torch import nn
@@ -282,7 +282,8 @@ class ModelTensors:
         inside = PER_EXPERT.fullmatch(target.rpartition(".")[0])  # where the model's own files are stacked
         module = inside["module"] if inside else target.rpartition(".")[0]
         part = PLAIN_NAMES.get(match["part"], match["part"]) + (".bias" if last == "bias" else "")
-        return (module, int(match["e"]), part) if any(n.startswith(f"{module}.") for n in self.shapes) else None
+        own = next((m for m in aliases(module) if any(n.startswith(f"{m}.") for n in self.shapes)), None)
+        return None if own is None else (own, int(match["e"]), part)
 
     def _check_experts(self, module: str, found: Parts, covered: set[str]) -> set[str]:
         """The parameters of the model's `module` that `found` fills. ValueError unless all its experts are whole."""

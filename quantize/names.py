@@ -118,7 +118,8 @@ def is_dense_linear(name: str, stored: TensorSlice) -> bool:
 
 
 # Names of modules in files -> in transformers, which matches exclusions against its own names
-ALIASES = ((".block_sparse_moe.experts", ".mlp.experts"), (".ffn.experts", ".mlp.experts"), ("backbone.", "model."))
+ALIASES = ((".block_sparse_moe.experts", ".mlp.experts"), (".ffn.experts", ".mlp.experts"),
+           (".moe.experts", ".mlp.experts"), ("backbone.", "model."))  # fmt: skip
 
 
 def aliases(module: str) -> list[str]:

@@ -30,6 +30,7 @@ from moe_nvfp4.ops import Adapters
 from moe_nvfp4.prepared import real_tensors
 from moe_nvfp4.quantize.layouts import dbrx
 from moe_nvfp4.quantize.layouts.base import interleave_rows, split_rows
+from moe_nvfp4.quantize.layouts.stacked import STEP
 from moe_nvfp4.quantize.names import names_experts
 from moe_nvfp4.weights import Gate
 
@@ -52,6 +53,7 @@ class ModuleLayout:
     transposed   weights are [E, in, out]
     interleaved  rows of gate and up alternate (gpt-oss)
     bias         the dtype of the biases; None: there are none
+    in_files     what mlp.experts, the end of the module's name, is called in files
     """
 
     num_experts: int
@@ -62,6 +64,7 @@ class ModuleLayout:
     interleaved: bool = False
     bias: torch.dtype | None = None
     call: str = "routed"
+    in_files: str = "mlp.experts"
 
     @property
     def up_name(self) -> str:
@@ -151,7 +154,7 @@ def _decorated(m: Any) -> ModuleLayout:
 
 def _step3p7(m: Any) -> ModuleLayout:
     E, N13, H = m.gate_up_proj.shape
-    return ModuleLayout(E, H, N13 // 2)
+    return ModuleLayout(E, H, N13 // 2, in_files=STEP.module)
 
 
 def _longcat(m: Any) -> ModuleLayout:

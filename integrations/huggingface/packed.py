@@ -32,7 +32,7 @@ from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.layouts.base import STACKED, split_rows
 from moe_nvfp4.quantize.layouts.nvfp4 import new_name
 from moe_nvfp4.quantize.layouts.stacked import STEP
-from moe_nvfp4.quantize.names import PLAIN_NAMES, PRE_QUANT_SCALE, SEPARATE, projections
+from moe_nvfp4.quantize.names import PLAIN_NAMES, PRE_QUANT_SCALE, SEPARATE, aliases, projections
 
 SINGLE_KINDS = tuple(f"single.{last}" for last in (*FP8_TENSORS, "bias"))
 KINDS = ("codes", "sf", "global_scale", "input_scale", PRE_QUANT_SCALE, "bias")
@@ -153,14 +153,16 @@ class PackedConverter(WeightConverter):
 
     def _module(self, name: str) -> str | None:
         """The name in the model of the module `name`; None if its experts are not ours."""
-        names = (name, f"{self.prefix}.{name}", name.removeprefix(f"{self.prefix}."))
+        of_body = lambda n: (n, f"{self.prefix}.{n}", n.removeprefix(f"{self.prefix}."))
+        names = (n for alias in aliases(name) for n in of_body(alias))
         return next((n for n in names if n in self.experts or n in self.singles), None)
 
     def _stems(self, module: str) -> dict[str, str]:
         """projection -> stem of its matrices' names in files, with * for the expert's number."""
         found: dict[str, str] = {}
         for name in (self.experts[module].up_name, "down_proj"):
-            stems = [f"{module}.*.{part}" for part in projections(name)]
+            in_files = re.sub(r"mlp\.experts$", self.experts[module].layout.in_files, module)
+            stems = [f"{in_files}.*.{part}" for part in projections(name)]
             for c in (c.reverse_transform() for c in self.merges):
                 first, pattern = c.rename_source_key(f"{module}.{name}")
                 if pattern is not None:

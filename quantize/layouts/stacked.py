@@ -34,7 +34,7 @@ class Stack:
 PLAIN = Stack()
 GRANITE = Stack("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight",
                 "block_sparse_moe.experts")  # fmt: skip
-STEP = Stack("moe.up_proj.weight", "moe.down_proj.weight", "mlp.experts", gate="moe.gate_proj.weight")
+STEP = Stack("moe.up_proj.weight", "moe.down_proj.weight", "moe.experts", gate="moe.gate_proj.weight")
 STACKS: dict[str, Stack] = {
     "gpt_oss": Stack(transposed=True, interleaved=True, bias=True),
     "openai_privacy_filter": Stack(transposed=True, bias=True),
