@@ -174,9 +174,19 @@ def check_activations(activations: str) -> None:
         raise ValueError(f"activations must be one of {ACTIVATIONS}, got {activations!r}")
 
 
+def check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is True or False, got {value!r}")
+
+
 def check_bias_dtype(dtype: torch.dtype | None) -> None:
     if dtype is not None and dtype not in ROWS:
         raise TypeError(f"biases are {_names(ROWS)}, not {dtype}: {_WAYS_OUT[ROWS]}")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in ROWS:
+        raise TypeError(f"activations are {_names(ROWS)}, not {dtype}")
 
 
 def check_sizes(**sizes: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_nvfp4.backends import Backend, Problem, Selected, named, shown
-from moe_nvfp4.checks import check_activations, check_bias_dtype, check_gate, check_sizes
+from moe_nvfp4.checks import check_activations, check_bias_dtype, check_flag, check_gate, check_sizes
 from moe_nvfp4.ops import Adapters, Hooks, run_experts
 from moe_nvfp4.prepared import Prepared, autocast
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert
@@ -59,6 +59,7 @@ class ExpertsLayer(Prepared):
         check_gate(gate)
         check_activations(activations)
         check_bias_dtype(bias)
+        check_flag("input_scale", input_scale)
         check_sizes(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         self.num_experts, self.gate, self.activations = num_experts, gate, activations
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size

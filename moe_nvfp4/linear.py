@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_nvfp4 import ops
 from moe_nvfp4.backends import Backend, Problem, Selected, select, shown
-from moe_nvfp4.checks import check_activations, check_bias_dtype, check_sizes
+from moe_nvfp4.checks import check_activations, check_bias_dtype, check_flag, check_sizes
 from moe_nvfp4.prepared import Prepared, autocast
 from moe_nvfp4.weights import LinearWeights, Matrices, check_global_scale
 
@@ -46,6 +46,7 @@ class NVFP4Linear(Prepared):
         super().__init__()
         check_activations(activations)
         check_bias_dtype(bias)
+        check_flag("input_scale", input_scale)
         check_sizes(in_features=in_features, out_features=out_features)
         if in_features % 16:
             raise ValueError(f"in_features = {in_features} is not a multiple of 16, the NVFP4 block")

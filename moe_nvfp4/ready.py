@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from moe_nvfp4.backends import PACKAGES, Backend, Device, Gpu, Selected, explain
+from moe_nvfp4.checks import check_dtype
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.joined import as_one, backend_of, join, siblings
 from moe_nvfp4.kernels import offload
@@ -39,7 +40,12 @@ def prepare(
     expert_map: for calls with one (see `NVFP4Experts`).
     Several processes compile, with a progress bar, for some seconds on 16 cores; the next start finds all kernels on
     disk. MOE_NVFP4_COMPILE=lazy leaves compiling to the calls. Returns how many kernels were compiled.
+
+    ValueError for another top_k, TypeError for a dtype that activations cannot have.
     """
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+        raise ValueError(f"top_k is a number of experts per token, got {top_k!r}")
+    check_dtype(dtype)
     calls: dict[torch.device, list[tuple[Backend, Call]]] = defaultdict(list)
     if adapters is not None:
         adapters = padded_rank(adapters[0]), adapters[1]

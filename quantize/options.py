@@ -56,6 +56,8 @@ class Options:
         for value, known, what in ((self.dialect, DIALECTS, "dialect"), (self.activations, ACTIVATIONS, "activations")):
             if value not in known:
                 raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+        if not isinstance(self.share_scales, bool):
+            raise ValueError(f"share_scales is True or False, got {self.share_scales!r}")
         for what, given, need, way in (
             ("importance", self.importance, "importance", "moe-nvfp4 importance MODEL OUT, then --importance OUT"),
             ("codes", self.codes, "text", f"moe-nvfp4 quantize --recipe {recipe.name} makes them from a text"),

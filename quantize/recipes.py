@@ -213,10 +213,11 @@ def quantize_expert(
     amax        fp32 0-d: the largest magnitude of the whole, where the matrix is a part of a larger one
     importance  fp32 [K], for the recipe "weighted"
 
-    ValueError for NaN or Inf.
+    ValueError for NaN or Inf, and as `quantize_matrix` for an importance.
     """
     scale = None if amax is None else recipe_global_scale(amax, recipe)
     if importance is not None:
+        _check_importance(importance, recipe_named(recipe), matrix)
         importance = pad_k(importance[None])[0]
     codes, sf, global_scale = quantize_matrix(pad_k(matrix), recipe, scale, importance)
     parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)

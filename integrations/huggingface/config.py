@@ -86,10 +86,11 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         chosen = dict(activations=activations, recipe=recipe, exclude=exclude, linears=linears, dialect=dialect,
                       calibration=calibration, cpu_experts=cpu_experts, map_files=map_files or None)  # fmt: skip
         self.chosen = {name: value for name, value in chosen.items() if value is not None}
-        self.activations = activations or "bf16"
+        self.activations = "bf16" if activations is None else activations
         wanted = as_wanted(linears)
         self.linears: str | list[str] = wanted[0] if wanted and wanted[0] in LINEARS else wanted or "packed"
-        self.recipe, self.dialect = recipe or DEFAULT_RECIPE, dialect or "modelopt"
+        self.recipe = DEFAULT_RECIPE if recipe is None else recipe
+        self.dialect = "modelopt" if dialect is None else dialect
         self.exclude = as_patterns(exclude, "exclude")
         for value, known, what in ((self.activations, ACTIVATIONS, "activations"),
                                    (self.dialect, tuple(DIALECTS), "dialect")):  # fmt: skip

@@ -232,7 +232,7 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = 
     Configs mislead (gpt-oss and MiniMax-M3 say "silu" and mean SwiGLU-OAI). So candidates are built from the
     module's attributes, and compared with the module's own function on probe values far beyond every clamp.
     """
-    if changes(module)[1]:
+    if changes(module, source_class or type(module))[1]:
         return Gate("raw", gated=layout.gated)
     probe = torch.cat([torch.linspace(-30, 30, 121, device="cpu"), torch.linspace(-3, 3, 61, device="cpu")]).float()
     limits = {float(v) for v in _attributes(module, "limit") if v and v > 0} | {inf}
@@ -268,17 +268,18 @@ def _attributes(module: nn.Module, ending: str) -> Iterator[float]:
             yield value
 
 
-def changes(module: Any) -> tuple:
-    """What was done to the activation function of `module`, if it is a module: (its class, whether it has hooks or a
-    forward of its own, which a fused gate would not call)."""
-    act = _activation(module)
+def changes(module: Any, source_class: Any) -> tuple:
+    """What was done to the gate of `module`, which is that of `source_class`, and to its activation function, if that
+    is a module: (its class, whether it has hooks or a forward of its own, which a fused gate would not call, and the
+    functions of both classes)."""
+    act, gate = _activation(module), getattr(source_class, "_apply_gate", None)
     if not isinstance(act, nn.Module):
-        return None, False
+        return None, False, gate
     hooks = act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks, act._backward_hooks
     forward = vars(act).get("forward")
     # transformers' use_kernels assigns the method of a class that computes the same
     own = forward is not None and not (isinstance(forward, MethodType) and forward.__qualname__.count(".") == 1)
-    return type(act), own or any(map(len, hooks)) or _has_any_global_hook()
+    return type(act), own or any(map(len, hooks)) or _has_any_global_hook(), gate, type(act).forward
 
 
 def _activation(module: Any) -> Any:
@@ -328,7 +329,7 @@ class HFExperts(NVFP4Experts):
                 setattr(self, name, child)
         if isinstance(mlp := getattr(source, "mlp", None), nn.Module):  # DBRX
             self.act_fn = mlp.activation_fn
-        self.changes = changes(self)
+        self.changes = changes(self, self.source_class)
         self.rows_for_one = layout.num_experts if layout.call == "dense" else 1
         self._is_expert_parallel = False
         self._hf_quantized_needs_local_tp = True
@@ -340,6 +341,16 @@ class HFExperts(NVFP4Experts):
         super().__setattr__(name, value)
         if name.endswith(GATE) and "half_swapped" in vars(self):  # what the gate computes
             self.gate = recognise_gate(self, self.layout, self.source_class)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "changes": None,
+        }  # a function that replaced another may have no name to pickle
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.changes = changes(self, self.source_class)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self.half_swapped:
@@ -363,7 +374,7 @@ class HFExperts(NVFP4Experts):
                 f"way only: model.set_experts_implementation({IMPLEMENTATION!r}) restores it, and model.dequantize() "
                 "makes dense experts, which run in the other ways"
             )
-        if self.changes != (now := changes(self)):
+        if self.changes != (now := changes(self, self.source_class)):
             self.changes = now
             self.gate = recognise_gate(self, self.layout, self.source_class)
         if self.layout.call == "dense":

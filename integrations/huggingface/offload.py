@@ -22,20 +22,22 @@ SHARED = ("shared_experts", "shared_expert", "shared_mlp")  # the names that blo
 
 
 def keep_experts_on_cpu(
-    model: nn.Module, layers: int | str, context: int = CONTEXT, memory: int | None = None
+    model: nn.Module, layers: int | str, context: int | None = None, memory: int | None = None
 ) -> list[HFExperts]:
     """Keep the 4-bit experts of the first `layers` layers on the CPU and compute them there: `model.to("cuda")` moves
     everything else. Returns these experts.
 
     layers   a number of layers with experts, "all", or "auto": as few as leave room on the GPU for the rest of the
-             model, the KV cache of `context` tokens (batch 1) and SCRATCH
-    memory   free bytes of the GPU; default: those of the current CUDA device
+             model, the KV cache of `context` tokens (batch 1, default: CONTEXT) and SCRATCH
+    memory   for "auto": free bytes of the GPU; default: those of the current CUDA device
 
-    ValueError if `model` has no 4-bit experts or fewer layers than `layers`, for "auto" without a GPU, and if the
-    model does not fit on the GPU even with all experts on the CPU. NotImplementedError for experts that `device_map`
-    has offloaded. Nothing is changed then.
+    ValueError if `model` has no 4-bit experts or fewer layers than `layers`, for "auto" without a GPU, for `context` or
+    `memory` without "auto", and if the model does not fit on the GPU even with all experts on the CPU.
+    NotImplementedError for experts that `device_map` has offloaded. Nothing is changed then.
     """
-    count = layers_on_cpu(model, layers, context, memory)
+    if layers != "auto" and not context is memory is None:
+        raise ValueError(f"context and memory have no effect on layers={layers!r}: they are for layers='auto'")
+    count = layers_on_cpu(model, layers, context or CONTEXT, memory)
     experts = _layers(model)
     if any(p.is_meta for layer in experts[:count] for p in layer.parameters()):
         raise NotImplementedError(

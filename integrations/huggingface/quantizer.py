@@ -78,12 +78,12 @@ from moe_nvfp4.integrations.huggingface.unwritten import (
 )
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.prepared import check_plain
-from moe_nvfp4.quantize.dialects import DIALECTS
+from moe_nvfp4.quantize.dialects import DIALECTS, matches
 from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.linears import Chosen
-from moe_nvfp4.quantize.names import PER_EXPERT, PRE_QUANT_SCALE, TABLE, ignore_patterns, projections
+from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, PRE_QUANT_SCALE, TABLE, ignore_patterns, projections
 from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.quantize.unwritten import Unwritten
 from moe_nvfp4.weights import check_block_scales, check_global_scale
@@ -428,7 +428,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if self.chosen.fused:
             config = self.quantization_config
             names = quantize_linears(model, self.chosen, config.recipe, config.activations, known, progress)
-            self.linears = LinearConverter({}, set(names), DIALECTS[config.dialect])
+            self.linears, self.chosen = LinearConverter({}, set(names), DIALECTS[config.dialect]), Chosen()
 
     def for_saving(self, used: list) -> list:
         """The conversions for saving. used: those that were used for loading."""
@@ -521,7 +521,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 converter.nvfp4 = linears
         packed = (HFExperts, NVFP4Linear)  # or a wrapper around one: an adapter's
         dense = [n for n in before & modules.keys() if not any(isinstance(m, packed) for m in modules[n].modules())]
-        if dense:
+        if new := {*experts, *linears} - before:  # where dense ones were, if layers changed places
+            config, names = self.quantization_config, with_names_in_files(model, new)
+            names |= {f"{name}.0.{part}" for name in names for pair in PLAIN_NAMES.items() for part in pair}
+            config.ignore = [p for p in config.ignore if not any(matches(p, name) for name in names)]
+        if dense or new:
             self._name_dense(model, experts, [n for n in dense if not isinstance(modules[n], nn.Linear)])
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -554,7 +558,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """
         wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or model.dtype
         if wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            raise ValueError(f"dequantize(dtype={dtype!r}): bfloat16, float16 or float32 is expected")
+            raise ValueError(f"dequantize(dtype={dtype!r}): bfloat16, float16, float32 or float64 is expected")
         before = model.dtype
         # transformers would take the config's dtype, which saving turns into a string
         model = super().dequantize(model, wanted)

@@ -450,6 +450,8 @@ def test_dense_experts_that_do_not_fit():
             NVFP4Experts.from_dense(w13, w2, bias=bias)
     with pytest.raises(TypeError, match="biases are bfloat16 or float16 or float32, not torch.float64"):
         NVFP4Experts.from_dense(w13, w2, bias=tuple(b.double() for b in good))
+    with pytest.raises(ValueError, match="input_scale is True or False, got 0.02"):
+        NVFP4Experts(E, H, I, input_scale=0.02)
     for bias in ((good[0].bfloat16(), good[1]), good[:1]):
         with pytest.raises(ValueError, match="bias is a pair of one dtype"):
             NVFP4Experts.from_dense(w13, w2, bias=bias)

@@ -78,6 +78,14 @@ def model():
         yield made
 
 
+def test_what_prepare_is_asked_for_is_checked(model):
+    for top_k in (0, -1, "2", True):
+        with pytest.raises(ValueError, match=f"top_k is a number of experts per token, got {top_k!r}"):
+            ready.prepare(model, top_k)
+    with pytest.raises(TypeError, match="activations are bfloat16 or float16 or float32, not torch.float64"):
+        ready.prepare(model, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4", "nvfp4_four_over_six"])
 def test_one_launch_computes_all(bias, activations):

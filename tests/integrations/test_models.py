@@ -12,12 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 from safetensors.torch import save_file
+from torch import nn
 
 from moe_nvfp4 import cli
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.calibration import files_importance
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.dialects import DIALECTS, matches
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests import checkpoints
@@ -356,6 +358,26 @@ def test_exclusions_are_honoured_and_recorded(family, tmp_path):
     dense = dict(load(source).named_parameters())
     for name, p in again.get_submodule(first).named_parameters():
         assert torch.equal(p, dense[f"{first}.{name}"])
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_the_ignore_list_of_layers_that_changed_places(dialect, tmp_path):
+    """It names what is dense now, and nothing that is 4-bit: other programs believe it."""
+    chosen = MoeNvfp4Config(exclude="model.layers.0.*", linears="attention", dialect=dialect)
+    model = load(folder(tmp_path, qwen3_moe), quantization_config=chosen)
+    model.model.layers = nn.ModuleList([*model.model.layers][::-1])
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = i
+    want = logits(model)
+    model.save_pretrained(tmp_path / "nvfp4")
+    ignore = json.loads((tmp_path / "nvfp4/config.json").read_text())["quantization_config"]["ignore"]
+    files = tensors(tmp_path / "nvfp4")
+    last = DIALECTS[dialect].suffixes[1]
+    stems = {name.removesuffix(".weight") for name in files if name.endswith(("proj.weight", "head.weight"))}
+    stems |= {name.removesuffix(f".{last}") for name in files if name.endswith(f".{last}")}
+    for stem in stems:
+        assert any(matches(p, stem) for p in ignore) == (f"{stem}.{last}" not in files), stem
+    assert torch.equal(logits(load(tmp_path / "nvfp4")), want)
 
 
 @pytest.mark.slow

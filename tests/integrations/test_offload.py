@@ -115,6 +115,9 @@ def test_auto_fills_the_gpu_first(tmp_path):
     assert len(keep_experts_on_cpu(model, "auto", context=CONTEXT + 1, memory=base + 2 * each)) == 1
     with pytest.raises(ValueError, match="are too few even with all experts on the CPU"):
         keep_experts_on_cpu(model, "auto", memory=base - 1)
+    for given in ({"memory": base}, {"context": 1}):
+        with pytest.raises(ValueError, match="context and memory have no effect on layers=1"):
+            keep_experts_on_cpu(model, 1, **given)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -246,6 +249,9 @@ def test_what_cannot_stay_in_its_files(tmp_path):
             )
     with pytest.raises(ValueError, match="map_files is True or False, got 'all'"):
         MoeNvfp4Config(map_files="all")
+    for field in ("activations", "recipe", "dialect"):
+        with pytest.raises(ValueError, match="''|unknown recipe"):
+            MoeNvfp4Config(**{field: ""})
     with pytest.raises(ValueError, match="give it to from_pretrained, as .*map_files="):
         checkpoint_config(source, map_files=True)
     places = {

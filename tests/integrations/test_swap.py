@@ -415,6 +415,25 @@ def test_a_gate_that_is_changed_later_counts(family, name, value):
     assert isinstance(value, nn.SiLU) or relative_error(logits(twin), before) > 1e-3
 
 
+@pytest.mark.parametrize("what", ["gate", "activation"])
+def test_a_class_whose_gate_is_changed_later_counts(what, monkeypatch):
+    """As libraries that patch classes do. A model that was pickled or copied in the meantime follows, too."""
+    model = swap_experts(make(qwen3_moe, torch.float32), progress=False)
+    twin, before = dense_twin(model), logits(model)
+    experts = model.model.layers[0].mlp.experts
+    changed = experts.source_class if what == "gate" else type(experts.act_fn)
+    tanh = {
+        "gate": lambda self, x: x.chunk(2, dim=-1)[0].tanh() * x.chunk(2, dim=-1)[1],
+        "activation": lambda self, x: x.tanh(),
+    }
+    monkeypatch.setattr(changed, "_apply_gate" if what == "gate" else "forward", tanh[what])
+    assert relative_error(logits(model), logits(twin)) < 1e-5 < relative_error(logits(twin), before)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    monkeypatch.undo()
+    assert relative_error(logits(copied), before) == relative_error(logits(model), before) == 0
+    assert relative_error(logits(twin), before) < 1e-5
+
+
 @pytest.mark.parametrize("family", [qwen3_moe, nemotron_h], ids=lambda f: f.__name__)
 def test_hooks_on_the_activation_function_are_called(family):
     """Where a fused gate would not: with what they are given in a dense model, and no probes. Without them, the gate is

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_nvfp4 import format
 from moe_nvfp4.quantize import search
-from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES, quantize_matrix
+from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES, quantize_expert, quantize_matrix
 
 SEARCHES = [recipe for recipe in RECIPES if recipe != "max"]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -308,6 +308,8 @@ def test_importance_errors():
         quantize_matrix(w, "mse", importance=columns(1, 64))
     with pytest.raises(ValueError, match=r"importance has shape \[32\], w \[5, 64\]"):
         quantize_matrix(w, "weighted", importance=columns(1, 32))
+    with pytest.raises(ValueError, match=r"importance has shape \[33\], w \[5, 40\]"):  # padded, both have 48 columns
+        quantize_expert(w[:, :40], "up_proj", "weighted", importance=columns(1, 33))
     for bad in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="finite and not negative"):
             quantize_matrix(w, "weighted", importance=torch.full((64,), bad))

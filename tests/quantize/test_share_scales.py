@@ -112,6 +112,8 @@ def test_separate_scales_are_repaired(dialect, tmp_path, capsys):
         convert_checkpoint(there, tmp_path / "again", Options(dialect=dialect, share_scales=True), progress=False)
     with pytest.raises(ValueError, match="is not NVFP4 yet"):
         convert_checkpoint(tmp_path / "bf16", tmp_path / "again", Options(share_scales=True), progress=False)
+    with pytest.raises(ValueError, match="share_scales is True or False, got 'no'"):
+        Options(share_scales="no")
 
 
 @pytest.mark.slow
