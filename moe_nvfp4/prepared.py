@@ -120,19 +120,19 @@ class Prepared(FP32Scales):
         """All that the result of `_for_call` depends on; None where parameters last for one call only. Two states are
         never equal by chance: what `_last` holds keeps its memory, so no other tensor can have its address."""
         codes: Any = None
-        addresses = []
+        places: list[Any] = []
         for p in self._parameters.values():
             if p is not None:
                 if type(p) is not nn.Parameter:
                     return None
-                addresses.append(p.data_ptr())
+                places += (p.data_ptr(), p.stride())  # a view of the same memory has other strides
                 codes = p if codes is None else codes
         if self._offloaded:
             return None
         attributes = self.__dict__
         chosen = attributes["activations"], attributes.get("gate"), backends_now()
         computing = len(attributes["_modules"]), len(attributes["_forward_pre_hooks"])  # see `computes_parameters`
-        return problem, addresses, codes.shape, chosen, computing
+        return problem, places, codes.shape, chosen, computing
 
     @property
     def packed(self) -> bool:

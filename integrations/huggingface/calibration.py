@@ -17,12 +17,14 @@ from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, find_expert
 from moe_nvfp4.integrations.huggingface.layerwise import (
     LayerFiles,
     LayerWalk,
+    check_batches,
     check_ids,
     decoder_layers,
     layer_number,
     on_meta,
     positions,
     reads_ids,
+    unwrapped,
 )
 from moe_nvfp4.integrations.huggingface.statistics import SquareSums, watch, watch_linears
 from moe_nvfp4.progress import progress_bar
@@ -67,8 +69,6 @@ def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathL
         items = _windows(items, tokenizer, window_for(config))
     batches = [item[None] if item.dim() == 1 else item for item in items]
     for ids in batches:
-        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
-            raise ValueError(f"calibration: token ids are int64 or int32 [B, T], not {ids.dtype} {list(ids.shape)}")
         check_ids(ids, config)
     if not batches:
         raise ValueError("calibration: there is no text: give some, or None for random token ids")
@@ -161,10 +161,11 @@ def model_importance(
     linears: Iterable[str] = (),
 ) -> Importance:
     """The importance of the dense experts, and of these `linears`, of a `model` in memory, from a forward pass over
-    batches of ids [B, T]."""
+    batches of token ids, int64 [B, T]. ValueError for ids that the model does not take, and for none."""
     modules = dense_modules(model, exclude)
     sums, watched = SquareSums(), {name: model.get_submodule(name) for name in linears}
     whole: Any = model
+    check_batches(batches, unwrapped(model).config)
     with (
         evaluating(model, by_autocast=False), watch(modules, sums), watch_linears(watched, sums.linear), torch.no_grad()
     ):  # fmt: skip

@@ -95,8 +95,20 @@ def positions(config: Any) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
+def check_batches(batches: Sequence[Tensor], config: Any) -> None:
+    """ValueError unless `batches` are tensors of token ids of the model of `config`, and there is one."""
+    if not hasattr(batches, "__len__") or not len(batches):
+        raise ValueError(f"batches are a list of token ids, int64 [B, T], and this {type(batches).__name__} has none")
+    for ids in batches:
+        check_ids(ids, config)
+
+
 def check_ids(ids: Tensor, config: Any) -> None:
     """ValueError unless token ids [B, T] are of the vocabulary of the model of `config`, and T has positions in it."""
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"a {type(ids).__name__} is given, where token ids are expected, int64 [B, T]")
+    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
+        raise ValueError(f"token ids are int64 or int32 [B, T], not {ids.dtype} {list(ids.shape)}")
     vocabulary, most = language_config(config).vocab_size, positions(config)
     if ids.min() < 0 or ids.max() >= vocabulary:
         raise ValueError(f"token ids from {int(ids.min())} to {int(ids.max())}, the model has 0 to {vocabulary - 1}: "
@@ -127,8 +139,7 @@ class LayerWalk:
     """
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, batches: Sequence[Tensor], device: torch.device | str):
-        for ids in batches:
-            check_ids(ids, model.config)
+        check_batches(batches, model.config)
         self.model, self.layers, self.batches, self.device = model, layers, batches, device
         self.states: list[tuple[Any, dict[str, dict]]] | None = None
 

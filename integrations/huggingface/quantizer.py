@@ -512,7 +512,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
         experts = {name: m for name, m in modules.items() if isinstance(m, HFExperts)}
         linears = {name for name, m in modules.items() if isinstance(m, NVFP4Linear)}
         before: set[str] = set()
-        for converter in getattr(model, "_weight_conversions", ()):
+        conversions = [*getattr(model, "_weight_conversions", ())]
+        if linears and not any(isinstance(c, LinearConverter) for c in conversions):  # they are another model's
+            self.linears = LinearConverter({}, set(), DIALECTS[self.quantization_config.dialect])
+            conversions = model._weight_conversions = [*conversions, self.linears]
+        for converter in conversions:
             if isinstance(converter, PackedConverter):
                 before |= converter.experts.keys()
                 converter.experts = experts

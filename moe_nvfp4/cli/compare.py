@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     if args.limit is not None and not args.tasks:
         raise ValueError("--limit would have no effect without --tasks, whose questions it limits: name tasks")
     if args.plot is not None:
-        judging.check_plot(args.plot)
+        judging.check_plot(args.plot, judging.BY_POSITION)
     tasks = judging.tasks_of(args.tasks) if args.tasks else None
     text = text_of(args)
     original, tokenizer = load(args, None)

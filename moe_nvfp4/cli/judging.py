@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from moe_nvfp4.cli.options import check_writable
+from moe_nvfp4.cli.options import check_beside, check_writable
 from moe_nvfp4.evaluate import Metrics
 from moe_nvfp4.quantize.layouts import ErrorSums
 
@@ -28,12 +28,16 @@ def need(package: str, option: str) -> None:
 
 
 # ---- plots ---------------------------------------------------------------------------------------
-def check_plot(path: Path) -> None:
-    """ValueError if --plot could not be drawn or written; to be asked before its numbers are computed."""
+BY_POSITION, BY_EXPERT = "kl_by_position", "relative_error"  # what plots show: the key of their numbers in JSON
+
+
+def check_plot(path: Path, key: str) -> None:
+    """ValueError if the plot of `key` could not be drawn or written; to be asked before its numbers are computed."""
     need("matplotlib", "--plot")
     if path.suffix.lower() not in PICTURES:
         raise ValueError(f"--plot {path}: the name of the picture must end in {', '.join(PICTURES)}")
     check_writable(path)
+    check_beside(path.with_suffix(".json"), f'{{"{key}"')
 
 
 def plot_positions(path: Path, found: Mapping[str, Metrics], window: int) -> None:
@@ -42,7 +46,7 @@ def plot_positions(path: Path, found: Mapping[str, Metrics], window: int) -> Non
 
     numbers = {name: of.kls.view(-1, window - 1).mean(dim=0).tolist() for name, of in found.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps({"kl_by_position": numbers}) + "\n", "utf-8")
+    path.with_suffix(".json").write_text(json.dumps({BY_POSITION: numbers}) + "\n", "utf-8")
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
     for i, (name, values) in enumerate(numbers.items()):
@@ -64,7 +68,7 @@ def plot_experts(path: Path, errors: Mapping[str, ErrorSums]) -> None:
         layer, _, number = name.rpartition(".")
         rows.setdefault(layer if number.isdigit() else name, []).append(sums.relative)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps({"relative_error": rows}) + "\n", "utf-8")
+    path.with_suffix(".json").write_text(json.dumps({BY_EXPERT: rows}) + "\n", "utf-8")
     widest = max(map(len, rows.values()))
     figure = Figure(figsize=(2 + min(10, 0.15 * widest + 2), 1.5 + 0.15 * len(rows)), layout="constrained")
     axes = figure.add_subplot()

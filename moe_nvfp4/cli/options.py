@@ -123,6 +123,13 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"{path} cannot be written: {place} is read-only or not a folder; name another place")
 
 
+def check_beside(path: Path, begins: str) -> None:
+    """ValueError if the file `path`, which is written beside the one that a user names, is there already and does not
+    begin as this command's do."""
+    if path.exists() and not (path.is_file() and path.read_text("utf-8", "replace").startswith(begins)):
+        raise ValueError(f"{path} is written, too, and there is one that is not of this command: name another place")
+
+
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not least <= int(text) <= most:

@@ -153,8 +153,10 @@ def _from_text(args: argparse.Namespace, source: str, options: Options) -> Conve
     if args.text is None:
         raise ValueError(f"--recipe {args.recipe} learns from a text, which should resemble the model's later use: "
                          "name one with --text FILE, or use --recipe weighted, which needs none")  # fmt: skip
-    args.windows = args.windows or WINDOWS
+    asked, args.windows = args.windows, args.windows or WINDOWS
     windows = windows_of(args, tokenizer_of(source), text_of(args), model_config(source))
+    fewer = f", as the text has no more than {len(windows)} windows" if asked and len(windows) < asked else ""
+    note(f"learning from {windows.numel()} tokens{fewer}")
     report, found = convert_gptq(
         source, args.destination, in_batches(windows), options, args.workers, recipe=args.recipe, card=args.source
     )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
-from moe_nvfp4.cli.options import Commands, add_json, check_writable, command
+from moe_nvfp4.cli.options import Commands, add_json, check_beside, check_writable, command, path
 from moe_nvfp4.cli.output import note, say, show_json, table
 
 
@@ -22,7 +21,7 @@ def add(commands: Commands) -> None:
     sub.add_argument("--quick", action="store_true", help="fewer cases, and the speed of one layer")
     sub.add_argument("--no-speed", action="store_true", help="only the comparison")
     sub.add_argument(
-        "--report", type=Path, metavar="FILE",
+        "--report", type=path, metavar="FILE",
         help="write FILE (JSON) and, beside it, a page (.md) to attach to an issue; neither has paths or names",
     )  # fmt: skip
     add_json(sub)
@@ -37,8 +36,11 @@ def run(args: argparse.Namespace) -> None:
 
     if args.report is not None:
         check_writable(args.report)
-    if args.report is not None and not args.report.parent.is_dir():
-        raise ValueError(f"--report {args.report}: the folder {args.report.parent} does not exist: create it")
+        if args.report.suffix.lower() == ".md":
+            raise ValueError(f"--report {args.report}: the page beside FILE is called so: name a .json file")
+        if not args.report.parent.is_dir():
+            raise ValueError(f"--report {args.report}: the folder {args.report.parent} does not exist: create it")
+        check_beside(args.report.with_suffix(".md"), report.HEADING)
     if args.device is not None:
         devices = [usable_device(args.device)]
     else:

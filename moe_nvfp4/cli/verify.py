@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         return served.run(args)
     served.refuse(args)
     if args.plot is not None:
-        judging.check_plot(args.plot)
+        judging.check_plot(args.plot, judging.BY_EXPERT)
         if args.against is None:
             raise ValueError("--plot shows the error against the original: name it with --against SRC")
     against = None if args.against is None else folder(args.against)

@@ -17,6 +17,7 @@ from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.selftest.run import Group, summary
 
 VERSION = 1
+HEADING = "# Self-test"  # how a page begins
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "CUDA of torch", "NVIDIA driver", "C compiler")
 VARIABLES = ("MOE_NVFP4_BACKEND", "MOE_NVFP4_CPU", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 SHARED = 2000  # characters of a reason, at most
@@ -66,7 +67,7 @@ def scrubbed(text: str) -> str:
 def page(report: dict[str, Any]) -> Iterator[str]:
     """The report as Markdown."""
     counts = report["summary"]
-    yield f"# Self-test: {counts['right']} right, {counts['wrong']} wrong, {counts['not run']} not run"
+    yield f"{HEADING}: {counts['right']} right, {counts['wrong']} wrong, {counts['not run']} not run"
     yield ""
     yield f"moe-nvfp4 {report['library']}, Python {report['python']}, {report['platform']}, {report['date']}"
     yield f"{report['cpu']}, {report['threads']} threads"

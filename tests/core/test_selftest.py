@@ -254,6 +254,10 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert main(["selftest", "--device", "cpu", "--no-speed"]) == 2
     said = capsys.readouterr()
     assert "WRONG: a case: element [0, 0]" in said.out and "do not use these kernels" in said.err
+    Path("README.md").write_text("mine")
+    for name, why in (("README.json", "README.md is written, too"), ("mine.md", "the page beside FILE is called so")):
+        assert main(["selftest", "--report", name]) == 2 and why in capsys.readouterr().err
+    assert Path("README.md").read_text() == "mine" and Path("mine.md").read_text().startswith("# Self-test: ")
     assert main(["selftest", "--report", "missing/mine.json"]) == 2
     assert main(["selftest", "--report", "."]) == 2  # before all cases ran
     assert "does not exist" in capsys.readouterr().err

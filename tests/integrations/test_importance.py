@@ -272,11 +272,23 @@ def test_windows_that_the_model_does_not_take_are_refused(tmp_path, capsys):
         assert main([*given, "--window", "200"]) == 2
         assert "200 tokens in a row, the model is made for 128" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    for bad in (torch.full((1, 5), 96), torch.zeros(1, 200, dtype=torch.int64)):
-        with pytest.raises(ValueError, match="token ids from 96 to 96|200 tokens in a row"):
-            convert_gptq(source, tmp_path / "out", [bad], Options(device="cpu"), progress=False)
-        with pytest.raises(ValueError, match="token ids from 96 to 96|200 tokens in a row"):
-            files_importance(source, [bad], device="cpu", progress=False)
+    model = load(source)
+    for bad, message in (
+        ([torch.full((1, 5), 96)], "token ids from 96 to 96"),
+        ([torch.zeros(1, 200, dtype=torch.int64)], "200 tokens in a row"),
+        ([torch.zeros(5, dtype=torch.int64)], r"token ids are int64 or int32 \[B, T\], not torch.int64 \[5\]"),
+        ([[1, 2]], "a list is given, where token ids are expected"),
+        ([], "batches are a list of token ids, int64 .*, and this list has none"),
+        (iter([torch.ones(1, 5).long()]), "this list_iterator has none"),
+    ):
+        for learn in (
+            lambda batches: convert_gptq(source, tmp_path / "out", batches, Options(device="cpu"), progress=False),
+            lambda batches: files_importance(source, batches, device="cpu", progress=False),
+            lambda batches: model_importance(model, batches, progress=False),
+        ):
+            with pytest.raises(ValueError, match=message):
+                learn(bad)
+    assert not (tmp_path / "out").exists()
 
 
 def test_texts_become_windows_and_nothing_else_becomes_a_text(tmp_path):

@@ -74,11 +74,19 @@ def test_plot_of_experts(folder, quantized, tmp_path, capsys):  # noqa: F811
                 error, square = error + (new - old).square().sum().item(), square + old.square().sum().item()
             assert rows[e] == pytest.approx((error / square) ** 0.5, rel=0.01)  # `dequantize` rounds to bf16
     assert plot.read_bytes().startswith(b"\x89PNG")
-    for name, message in (("kl", "must end in .png"), ("experts.png/kl.png", "not a folder")):
+    (tmp_path / "mine.json").write_text('{"mine": 1}')
+    for name, message in (
+        ("kl", "must end in .png"),
+        ("experts.png/kl.png", "not a folder"),
+        ("mine.png", "mine.json is written, too"),
+        ("experts.png", "experts.json is written, too"),
+    ):
         assert main(["compare", str(folder), "--text", "x", "--plot", str(tmp_path / name)]) == 2
         assert message in capsys.readouterr().err
     assert main(["verify", str(quantized), "--plot", str(plot)]) == 2
     assert "--against SRC" in capsys.readouterr().err
+    assert (tmp_path / "mine.json").read_text() == '{"mine": 1}'
+    assert main(["verify", str(quantized), "--against", str(folder), "--plot", str(plot)]) == 0  # its own again
 
 
 @pytest.mark.slow

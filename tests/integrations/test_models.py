@@ -380,6 +380,26 @@ def test_the_ignore_list_of_layers_that_changed_places(dialect, tmp_path):
     assert torch.equal(logits(load(tmp_path / "nvfp4")), want)
 
 
+@pytest.mark.parametrize("which", ["a layer", "a linear", "the head"])
+def test_linears_of_another_model(which, tmp_path):
+    """Its 4-bit ones in place of dense ones, and the other way round: files and ignore list say what there is."""
+    few = swap_experts(make(qwen3_moe, torch.float32), progress=False)
+    many = swap_experts(make(qwen3_moe, torch.float32), progress=False, linears="all")
+    for name, (to, other) in {"packed": (few, many), "dense": (many, few)}.items():
+        at = {"a layer": "model.layers.0", "a linear": "model.layers.1.self_attn.o_proj", "the head": "lm_head"}[which]
+        mine, theirs = to.get_submodule(at), other.get_submodule(at)
+        to.set_submodule(at, theirs)
+        want = logits(to)
+        to.save_pretrained(tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+        files = tensors(tmp_path / name)
+        for stem in {n.removesuffix(".weight") for n in files if n.endswith(("proj.weight", "head.weight"))}:
+            assert any(matches(p, stem) for p in config["ignore"]) == (f"{stem}.weight_scale" not in files), stem
+        verify_checkpoint(tmp_path / name)
+        assert torch.equal(logits(load(tmp_path / name, torch.float32)), want)
+        to.set_submodule(at, mine)
+
+
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
