@@ -83,7 +83,15 @@ from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.linears import Chosen
-from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, PRE_QUANT_SCALE, TABLE, ignore_patterns, projections
+from moe_nvfp4.quantize.names import (
+    PER_EXPERT,
+    PLAIN_NAMES,
+    PRE_QUANT_SCALE,
+    TABLE,
+    ignore_patterns,
+    is_meant,
+    projections,
+)
 from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.quantize.unwritten import Unwritten
 from moe_nvfp4.weights import check_block_scales, check_global_scale
@@ -529,6 +537,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
             config, names = self.quantization_config, with_names_in_files(model, new)
             names |= {f"{name}.0.{part}" for name in names for pair in PLAIN_NAMES.items() for part in pair}
             config.ignore = [p for p in config.ignore if not any(matches(p, name) for name in names)]
+            config.exclude = [p for p in config.exclude if not any(is_meant(p, name) for name in names)]
+        if experts:
+            static = all(layer._parameters.get(INPUT_SCALES[1]) is not None for layer in experts.values())
+            self.quantization_config.input_scale = static
         if dense or new:
             self._name_dense(model, experts, [n for n in dense if not isinstance(modules[n], nn.Linear)])
 

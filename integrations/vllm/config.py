@@ -32,9 +32,10 @@ ON_CPUS = (0, 30)  # the oldest that routes tokens there by itself: before, its 
 # quant_method -> variants of vLLM's own reader of it, which handles everything but experts
 READERS: dict[str, tuple[str, ...]] = {"modelopt": ("modelopt_mixed", "modelopt_fp4"), "compressed-tensors": ()}
 # model types whose head is dense in vLLM, whatever the files have
-DENSE_HEADS = ("gpt_oss", "jamba", "qwen3_next", "step3_text")
-# parts of vLLM's names of modules whose weights have another: Mamba in Granite 4, Falcon-H1 and Jamba, and LFM2-VL
-NAMES = ((".mixer.", ".mamba."), (".short_conv.", ".conv."), ("language.", "language_model."))
+DENSE_HEADS = ("gpt_oss", "jamba", "qwen3_next", "step3_text", "ernie_mtp", "exaone_moe_mtp", "hy_v3_mtp")
+# parts of vLLM's names of modules whose weights have another: Mamba in Granite 4, Falcon-H1 and Jamba; LFM2-VL; Param2
+NAMES = ((".mixer.", ".mamba."), (".short_conv.", ".conv."), ("language.", "language_model."),
+         (".self_attn.qkv_proj", ".attention.query_key_value"), (".self_attn.o_proj", ".attention.dense"))  # fmt: skip
 VLLM = "vllm"
 LINEARS = (NAME, VLLM)
 FORM = "moe_nvfp4_from"  # the key that `convert` adds to a quantization_config, which vLLM may read again
@@ -228,10 +229,11 @@ class MoeNvfp4Config(QuantizationConfig):
         model_type = text.model_type
         packed = any(name.endswith("lm_head") for name in self.info.layers or ())
         packed |= self.info.whole and not self.info.ignores("lm_head")
-        if packed and model_type in DENSE_HEADS:
+        if packed and (model_type in DENSE_HEADS or getattr(text, "norm_head", False)):
+            transformers = "serve with transformers (moe-nvfp4 serve MODEL --engine transformers)"
             raise NotImplementedError(
                 f"lm_head is 4-bit in the files, and vLLM's {model_type} has a dense one only: quantize with --linears "
-                "attention, or serve with transformers (moe-nvfp4 serve MODEL --engine transformers)"
+                f"attention, or {'leave out the drafts' if model_type.endswith('_mtp') else transformers}"
             )
         if packed and getattr(text, "classifier_from_token", None) and not text.tie_word_embeddings:
             raise NotImplementedError(

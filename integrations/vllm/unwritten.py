@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from torch import Tensor
 
@@ -22,11 +23,13 @@ class Converted:
     options: Options
 
     def open(self) -> Unwritten:
-        return _open(self.folder, self.options)
+        stats = [(f.name, f.stat()) for f in sorted(Path(self.folder).iterdir())]
+        return _open(self.folder, self.options, tuple((name, s.st_size, s.st_mtime_ns) for name, s in stats))
 
 
 @lru_cache(maxsize=1)
-def _open(folder: str, options: Options) -> Unwritten:
+def _open(folder: str, options: Options, files: tuple) -> Unwritten:
+    """files: what the folder holds; a later engine of this process may find others there."""
     return unwritten(open_checkpoint(folder), options)
 
 

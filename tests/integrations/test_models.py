@@ -370,7 +370,9 @@ def test_the_ignore_list_of_layers_that_changed_places(dialect, tmp_path):
         layer.self_attn.layer_idx = i
     want = logits(model)
     model.save_pretrained(tmp_path / "nvfp4")
-    ignore = json.loads((tmp_path / "nvfp4/config.json").read_text())["quantization_config"]["ignore"]
+    config = json.loads((tmp_path / "nvfp4/config.json").read_text())["quantization_config"]
+    ignore = config["ignore"]
+    assert config["moe_nvfp4"]["exclude"] == []
     files = tensors(tmp_path / "nvfp4")
     last = DIALECTS[dialect].suffixes[1]
     stems = {name.removesuffix(".weight") for name in files if name.endswith(("proj.weight", "head.weight"))}

@@ -485,6 +485,16 @@ def test_static_scales_in_one_layer_are_not_saved(activations, tmp_path):
     calibrate(model, [IDS], progress=False).save_pretrained(tmp_path / "saved")
     verify_checkpoint(tmp_path / "saved")
     assert torch.equal(logits(load(tmp_path / "saved", torch.float32)), logits(model))
+    config = lambda: json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]["moe_nvfp4"]
+    for layer in model.model.layers:  # the config says what the layers have, whoever gave and took it
+        for name in ("up_proj_input_scale", "down_proj_input_scale"):
+            layer.mlp.experts._parameters.pop(name)
+    model.save_pretrained(tmp_path / "saved")
+    assert config()["input_scale"] is False
+    for layer in model.model.layers:
+        layer.mlp.experts.set_input_scales(torch.tensor(0.1), torch.tensor(0.2))
+    model.save_pretrained(tmp_path / "saved")
+    assert config()["input_scale"] is True and verify_checkpoint(tmp_path / "saved")
 
 
 def test_codes_that_a_cast_destroyed_are_not_saved(tmp_path):

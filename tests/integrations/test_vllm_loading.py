@@ -198,6 +198,12 @@ def test_a_layer_of_files_that_are_converted(tmp_path):
     assert all(torch.equal(tensor, layers[0][name]) for name, tensor in layers[1].items())
     passed = list(all_tensors(coming))
     assert len(passed) == len(wanted) and all(as_bytes(t) == as_bytes(wanted[name]) for name, t in passed)
+    files = tensors(source)  # a later engine of this process finds others at this path
+    files["model.norm.weight"] = files["model.norm.weight"] + 1
+    save_file(files, source / "model.safetensors", metadata={"format": "pt", "step": "200"})
+    found = dict(all_tensors(Converted(str(source), Options(device="cpu")).open()))
+    assert torch.equal(found.pop("model.norm.weight"), files["model.norm.weight"])
+    assert all(as_bytes(tensor) == as_bytes(wanted[name]) for name, tensor in found.items())
     modules = [name.split(".")[:3] for name, _ in passed]
     assert [key for key, _ in itertools.groupby(modules)] == [list(key) for key in dict.fromkeys(map(tuple, modules))]
     assert [name for name, _ in all_tensors(coming, experts=False)] == [n for n, _ in passed if ".experts." not in n]
