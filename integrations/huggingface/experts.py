@@ -343,10 +343,8 @@ class HFExperts(NVFP4Experts):
             self.gate = recognise_gate(self, self.layout, self.source_class)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "changes": None,
-        }  # a function that replaced another may have no name to pickle
+        # a function that replaced another may have no name, and could not be pickled
+        return {**super().__getstate__(), "changes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -230,10 +230,12 @@ class MoeNvfp4Config(QuantizationConfig):
         packed = any(name.endswith("lm_head") for name in self.info.layers or ())
         packed |= self.info.whole and not self.info.ignores("lm_head")
         if packed and (model_type in DENSE_HEADS or getattr(text, "norm_head", False)):
-            transformers = "serve with transformers (moe-nvfp4 serve MODEL --engine transformers)"
+            or_else = "serve with transformers (moe-nvfp4 serve MODEL --engine transformers)"
+            if model_type.endswith("_mtp"):
+                or_else = "leave out the drafts (--speculative-config)"
             raise NotImplementedError(
                 f"lm_head is 4-bit in the files, and vLLM's {model_type} has a dense one only: quantize with --linears "
-                f"attention, or {'leave out the drafts' if model_type.endswith('_mtp') else transformers}"
+                f"attention, or {or_else}"
             )
         if packed and getattr(text, "classifier_from_token", None) and not text.tie_word_embeddings:
             raise NotImplementedError(

@@ -271,6 +271,24 @@ def test_a_linear_in_the_layout_of_kernels_gives_the_checkpoints_bytes_back(N, K
     assert not layer.packed and torch.equal(layer(x), want)
 
 
+def test_views_of_the_same_memory_count():
+    """Every expert becomes the first, every row of a linear too, without a copy, after a call."""
+    experts, (x, ids, p) = make(), batch(8, 4, 2, 64)
+    linear = NVFP4Linear(64, 32)
+    for name, high in (("weight", 256), ("weight_sf", 127)):
+        getattr(linear, name).random_(0, high)
+    linear.weight_global_scale.fill_(2.0**-7)
+    for layer, inputs in ((experts, (x, ids, p)), (linear, (x,))):
+        before = layer(*inputs)
+        for name, parameter in layer.named_parameters(recurse=False):
+            parameter.data = parameter.data[:1].expand_as(parameter)
+            assert parameter.stride(0) == 0 or parameter.shape[0] == 1, name
+        found = layer(*inputs)
+        assert torch.equal(found, copy.deepcopy(layer)(*inputs)) and not torch.equal(found, before)
+    assert relative_error(experts(x, ids, p), naive_moe(x, ids, p, experts.weights)) < THRESHOLDS["fp32"]
+    assert torch.equal(linear(x), linear(x)[:, :1].expand(8, 32))
+
+
 def test_gate_and_up_keep_their_own_global_scale():
     layer = make()
     layer.up_proj_global_scale.mul_(7.0)
