@@ -62,7 +62,8 @@ class _Judged:
     errors        sums over its elements
     global_scale  as it multiplies; 0: it has none
     amax          the original's largest magnitude
-    lost          the square of what a block loses where its scale is rounded to a multiple of e4m3's smallest number
+    lost          the square of what a block loses where its scale is rounded to a multiple of e4m3's smallest number,
+                  and its elements to multiples of the smallest of a dtype
     block         (relative error, row, first column) of the worst block
     length        (relative difference, row) of the row whose length differs most in its own direction
     """
@@ -224,11 +225,13 @@ def _check_fp8(name: str, weight: Matrix | list[Matrix], source: Checkpoint, the
 # ---------------------------------------------------------------- what is quantized
 def _judge_all(source: Checkpoint, ours: ConversionPlan, theirs: ConversionPlan) -> dict[str, _Judged]:
     """Compare all matrices, some at the same time: each in one thread, which is faster than all threads on one."""
+    kind = torch.finfo(TORCH_DTYPES[theirs.options.dtype or "F32"])  # to which quantize casts
+    rounded = kind.tiny * kind.eps / 2  # half of the smallest number
 
     def judge(stem: str) -> _Judged:
         original = _original(f"{stem}.weight", source, theirs)
         assert original is not None, "checked with the names"
-        return _judge(stem, ours.matrices[stem], original)
+        return _judge(stem, ours.matrices[stem], original, rounded)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -239,15 +242,18 @@ def _judge_all(source: Checkpoint, ours: ConversionPlan, theirs: ConversionPlan)
         torch.set_num_threads(threads)
 
 
-def _judge(stem: str, packed: Matrix, original: Matrix) -> _Judged:
-    """Compare every element of two matrices. ValueError if they have other sizes, or the original is not finite."""
+def _judge(stem: str, packed: Matrix, original: Matrix, rounded: float = 0.0) -> _Judged:
+    """Compare every element of two matrices. ValueError if they have other sizes, or the original is not finite.
+
+    rounded  the most that a number near 0 loses by a cast of the original
+    """
     padded = -(-original.columns // SF_VEC_SIZE) * SF_VEC_SIZE
     if (packed.rows, packed.columns) not in ((original.rows, original.columns), (original.rows, padded)):
         raise ValueError(
             f"{stem} is [{packed.rows}, {packed.columns}], its original [{original.rows}, {original.columns}]"
         )
     scale = float(packed.known_scale()) if packed.global_scale is not None else 0.0
-    lost = SF_VEC_SIZE * (E2M1_MAX * scale * SMALLEST) ** 2
+    lost = SF_VEC_SIZE * ((E2M1_MAX * scale * SMALLEST) ** 2 + rounded**2)
     found = _Judged(original, ErrorSums(1), scale, 0.0, lost)
     rows, packed_rows = original.open(), packed.open()
     for a, b in _steps(packed):

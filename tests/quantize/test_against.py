@@ -275,6 +275,22 @@ def test_linears_that_another_tool_quantized(tmp_path):
         verify_checkpoint(source, tmp_path / "bf16")
 
 
+def test_weights_that_a_cast_rounds_to_zero_are_not_damaged(tmp_path):
+    """A dead expert in float32, which config.json's float16 cannot hold: from_pretrained makes zeros of it, too."""
+    source = folder(tmp_path / "a", experts(E=2), UNKNOWN | {"dtype": "float16"})
+    files = {name: t.float() for name, t in tensors(source).items()}
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        files[f"{MODULE}.1.{part}.weight"] *= 1e-8
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    made = converted(source, tmp_path / "b")
+    assert any("3 matrices are more than" in warning for warning in verify_checkpoint(made, source).warnings)
+    codes = tensors(made)
+    codes[f"{MODULE}.0.up_proj.weight"][3] = 0  # what is damaged still is
+    save_file(codes, made / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{MODULE}.*up_proj is damaged"):
+        verify_checkpoint(made, source)
+
+
 def test_matrices_that_vanish_beside_larger_ones_are_said(tmp_path):
     """Gate and up share a global scale, and block scales reach 2^-18 of the largest only."""
     for factor, warned in ((1e4, False), (3e5, True)):

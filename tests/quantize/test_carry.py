@@ -124,7 +124,7 @@ def test_stacks_for_each_projection_are_taken_apart(inputs, dialect, tmp_path):
     last = {"modelopt": "weight", "compressed-tensors": "weight_packed"}[dialect]
     for e in range(4):
         for part in ("gate_proj", "up_proj", "down_proj"):
-            old, new = f"model.layers.1.moe.{part}", f"model.layers.1.mlp.experts.{e}.{part}"
+            old, new = f"model.layers.1.moe.{part}", f"model.layers.1.moe.experts.{e}.{part}"
             assert torch.equal(there[f"{new}.{last}"], files[f"{old}.weight"][e])
             assert as_bytes(there[f"{new}.weight_scale"]) == as_bytes(files[f"{old}.weight_scale"][e])
             assert dialect != "modelopt" or there[f"{new}.weight_scale_2"] == files[f"{old}.weight_scale_2"][e]
@@ -152,7 +152,7 @@ def test_experts_numbered_after_the_projection_are_renamed(dialect, tmp_path):
 @pytest.mark.parametrize("kind", ["tensor", "row", "mx", "block"])
 def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):
     """Also in DeepSeek V4's form, whose config says fp8 and names the experts' format separately."""
-    source, _ = quantized(tmp_path, qwen2_moe, "modelopt")
+    source, twin = quantized(tmp_path, qwen2_moe, "modelopt")
     files, worth = tensors(source), {}
     for key in [k for k in files if is_linear(k)]:
         files[key], scale, worth[key] = fp8(kind, files[key].float())
@@ -178,6 +178,11 @@ def test_fp8_layers_of_mixed_files_become_dense(kind, dialect, tmp_path):
     with torch.no_grad():
         a, b = (set_activations(m, "bf16")(IDS).logits for m in (again, direct))
     assert torch.equal(a, b) or dialect != "modelopt"  # there, scales may move by their last bit
+    assert error_against(source, twin) == 0  # of the experts; FP8 linears are near theirs
+    files[f"{stem}.{name}"] = files[f"{stem}.{name}"].float().mul(2).to(files[f"{stem}.{name}"].dtype)
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{stem}.weight is .* times its norm away"):
+        verify_checkpoint(source, twin)
 
 
 def test_reciprocals_are_written_as_they_were_read():
