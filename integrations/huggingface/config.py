@@ -142,17 +142,21 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         result.weights_only = info is not None and info.activations == "bf16"
         return (result, {}) if return_unused_kwargs else result
 
+    @property
+    def says_static(self) -> bool:
+        """Whether what this writes says that files have static activation scales, which makes servers run W4A4."""
+        return self.input_scale and not (self.weights_only and self.activations == "bf16")
+
     def to_dict(self) -> dict[str, Any]:
-        static = self.input_scale and not (self.weights_only and self.activations == "bf16")
         own = {
             "activations": self.activations,
             "recipe": self.recipe,
             "exclude": self.exclude,
-            "input_scale": static,
+            "input_scale": self.says_static,
         }
         if self.linears == "dense":
             own["linears"] = self.linears
-        written = DIALECTS[self.dialect].write(self.ignore, static, own, __version__, self.pre_quant_scale)
+        written = DIALECTS[self.dialect].write(self.ignore, self.says_static, own, __version__, self.pre_quant_scale)
         return {**self.unknown, **written}
 
     def get_loading_attributes(self) -> dict[str, Any]:

@@ -513,16 +513,16 @@ class MoeNvfp4Quantizer(HfQuantizer):
     def _look_again(self, model: Any) -> None:
         """Find out what is 4-bit now, and how it is computed: a user may have replaced 4-bit modules by dense ones,
         removed layers, set the activations of all layers, or replaced the model's config."""
+        config = model.config.quantization_config = self.quantization_config
         for activations in activations_of(model):
-            self.quantization_config.activations = activations
-        model.config.quantization_config = self.quantization_config
+            config.activations = activations
         modules = dict(model.named_modules(remove_duplicate=False))
         experts = {name: m for name, m in modules.items() if isinstance(m, HFExperts)}
         linears = {name for name, m in modules.items() if isinstance(m, NVFP4Linear)}
         before: set[str] = set()
         conversions = [*getattr(model, "_weight_conversions", ())]
         if linears and not any(isinstance(c, LinearConverter) for c in conversions):  # they are another model's
-            self.linears = LinearConverter({}, set(), DIALECTS[self.quantization_config.dialect])
+            self.linears = LinearConverter({}, set(), DIALECTS[config.dialect])
             conversions = model._weight_conversions = [*conversions, self.linears]
         for converter in conversions:
             if isinstance(converter, PackedConverter):
@@ -534,13 +534,18 @@ class MoeNvfp4Quantizer(HfQuantizer):
         packed = (HFExperts, NVFP4Linear)  # or a wrapper around one: an adapter's
         dense = [n for n in before & modules.keys() if not any(isinstance(m, packed) for m in modules[n].modules())]
         if new := {*experts, *linears} - before:  # where dense ones were, if layers changed places
-            config, names = self.quantization_config, with_names_in_files(model, new)
+            names = with_names_in_files(model, new)
             names |= {f"{name}.0.{part}" for name in names for pair in PLAIN_NAMES.items() for part in pair}
             config.ignore = [p for p in config.ignore if not any(matches(p, name) for name in names)]
             config.exclude = [p for p in config.exclude if not any(is_meant(p, name) for name in names)]
         if experts:
-            static = all(layer._parameters.get(INPUT_SCALES[1]) is not None for layer in experts.values())
-            self.quantization_config.input_scale = static
+            config.input_scale = all(e._parameters.get(INPUT_SCALES[1]) is not None for e in experts.values())
+            lacking = sorted(name for name in linears if modules[name]._parameters["input_scale"] is None)
+            if config.says_static and lacking:
+                logger.warning(
+                    f"{lacking[0]} has no static activation scale, and experts have: servers read such files as W4A4 "
+                    "and go on with a number that nobody wrote. calibrate(model, batches) gives all layers one"
+                )
         if dense or new:
             self._name_dense(model, experts, [n for n in dense if not isinstance(modules[n], nn.Linear)])
 

@@ -473,6 +473,18 @@ def test_hooks_on_the_activation_function_are_called(family):
     assert torch.equal(logits(model), plain) and experts(model)[0].gate.kind != "raw"
 
 
+def test_a_linear_without_a_static_scale_is_said(tmp_path, caplog):
+    """Where experts have one: servers would run it with a scale of 1. Folders that other tools wrote may be so."""
+    model = swap_experts(make(qwen3_moe, torch.float32), linears="attention", progress=False)
+    calibrate(model, [IDS], progress=False).save_pretrained(tmp_path / "saved")
+    assert "no static activation scale" not in caplog.text
+    model.model.layers[1].self_attn.k_proj.input_scale = None
+    model.save_pretrained(tmp_path / "saved")
+    assert "model.layers.1.self_attn.k_proj has no static activation scale, and experts have" in caplog.text
+    calibrate(model, [IDS], progress=False).save_pretrained(tmp_path / "saved")
+    assert verify_checkpoint(tmp_path / "saved").warnings == []
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
 def test_static_scales_in_one_layer_are_not_saved(activations, tmp_path):
