@@ -35,9 +35,9 @@ def keep_experts_on_cpu(
     `memory` without "auto", and if the model does not fit on the GPU even with all experts on the CPU.
     NotImplementedError for experts that `device_map` has offloaded. Nothing is changed then.
     """
-    if layers != "auto" and not context is memory is None:
+    if layers != "auto" and (context, memory) != (None, None):
         raise ValueError(f"context and memory have no effect on layers={layers!r}: they are for layers='auto'")
-    count = layers_on_cpu(model, layers, context or CONTEXT, memory)
+    count = layers_on_cpu(model, layers, CONTEXT if context is None else context, memory)
     experts = _layers(model)
     if any(p.is_meta for layer in experts[:count] for p in layer.parameters()):
         raise NotImplementedError(

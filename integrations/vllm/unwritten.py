@@ -23,7 +23,7 @@ class Converted:
     options: Options
 
     def open(self) -> Unwritten:
-        stats = [(f.name, f.stat()) for f in sorted(Path(self.folder).iterdir())]
+        stats = [(f.name, f.stat()) for f in sorted(Path(self.folder).iterdir()) if f.is_file()]
         return _open(self.folder, self.options, tuple((name, s.st_size, s.st_mtime_ns) for name, s in stats))
 
 

@@ -201,6 +201,7 @@ def test_a_layer_of_files_that_are_converted(tmp_path):
     files = tensors(source)  # a later engine of this process finds others at this path
     files["model.norm.weight"] = files["model.norm.weight"] + 1
     save_file(files, source / "model.safetensors", metadata={"format": "pt", "step": "200"})
+    (source / "dangling").symlink_to("nowhere")
     found = dict(all_tensors(Converted(str(source), Options(device="cpu")).open()))
     assert torch.equal(found.pop("model.norm.weight"), files["model.norm.weight"])
     assert all(as_bytes(tensor) == as_bytes(wanted[name]) for name, tensor in found.items())
