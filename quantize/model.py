@@ -282,7 +282,7 @@ class ModelTensors:
         inside = PER_EXPERT.fullmatch(target.rpartition(".")[0])  # where the model's own files are stacked
         module = inside["module"] if inside else target.rpartition(".")[0]
         part = PLAIN_NAMES.get(match["part"], match["part"]) + (".bias" if last == "bias" else "")
-        own = next((m for m in aliases(module) if any(n.startswith(f"{m}.") for n in self.shapes)), None)
+        own = next((m for m in aliases(module) if m in self._modules), None)
         return None if own is None else (own, int(match["e"]), part)
 
     def _check_experts(self, module: str, found: Parts, covered: set[str]) -> set[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_nvfp4.checks import check_flag
 from moe_nvfp4.devices import usable_device
 from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, as_patterns
@@ -56,8 +57,7 @@ class Options:
         for value, known, what in ((self.dialect, DIALECTS, "dialect"), (self.activations, ACTIVATIONS, "activations")):
             if value not in known:
                 raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
-        if not isinstance(self.share_scales, bool):
-            raise ValueError(f"share_scales is True or False, got {self.share_scales!r}")
+        check_flag("share_scales", self.share_scales)
         for what, given, need, way in (
             ("importance", self.importance, "importance", "moe-nvfp4 importance MODEL OUT, then --importance OUT"),
             ("codes", self.codes, "text", f"moe-nvfp4 quantize --recipe {recipe.name} makes them from a text"),

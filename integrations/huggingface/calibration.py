@@ -68,10 +68,9 @@ def calibration_batches(calibration: Any, config: Any, tokenizer: str | os.PathL
     if texts:
         items = _windows(items, tokenizer, window_for(config))
     batches = [item[None] if item.dim() == 1 else item for item in items]
-    for ids in batches:
-        check_ids(ids, config)
     if not batches:
         raise ValueError("calibration: there is no text: give some, or None for random token ids")
+    check_batches(batches, config)
     return batches
 
 

@@ -13,6 +13,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_nvfp4._version import __version__
+from moe_nvfp4.checks import check_flag
 from moe_nvfp4.integrations.placement import check_cpu_experts
 from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, read_config
 from moe_nvfp4.quantize.files import read_json
@@ -100,8 +101,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
             raise ValueError(f"calibration has no effect on recipe {self.recipe!r}: choose 'weighted', or leave it out")
         if cpu_experts is not None:
             check_cpu_experts(cpu_experts)
-        if not isinstance(map_files, bool):
-            raise ValueError(f"map_files is True or False, got {map_files!r}")
+        check_flag("map_files", map_files)
         self.calibration, self.cpu_experts, self.map_files = calibration, cpu_experts, map_files
         self.quant_method: Any = "moe_nvfp4"  # for transformers' registry; config.json has the dialect's
         self.ignore = list(ignore or [])

@@ -232,7 +232,7 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = 
     Configs mislead (gpt-oss and MiniMax-M3 say "silu" and mean SwiGLU-OAI). So candidates are built from the
     module's attributes, and compared with the module's own function on probe values far beyond every clamp.
     """
-    if changes(module, source_class or type(module))[1]:
+    if changes(module)[1]:
         return Gate("raw", gated=layout.gated)
     probe = torch.cat([torch.linspace(-30, 30, 121, device="cpu"), torch.linspace(-3, 3, 61, device="cpu")]).float()
     limits = {float(v) for v in _attributes(module, "limit") if v and v > 0} | {inf}
@@ -268,11 +268,11 @@ def _attributes(module: nn.Module, ending: str) -> Iterator[float]:
             yield value
 
 
-def changes(module: Any, source_class: Any) -> tuple:
-    """What was done to the gate of `module`, which is that of `source_class`, and to its activation function, if that
-    is a module: (its class, whether it has hooks or a forward of its own, which a fused gate would not call, and the
-    functions of both classes)."""
-    act, gate = _activation(module), getattr(source_class, "_apply_gate", None)
+def changes(module: Any, source_class: Any = None) -> tuple:
+    """What was done to the gate of `module` and to its activation function, if that is a module: (its class, whether it
+    has hooks or a forward of its own, which a fused gate would not call, and the functions of both classes).
+    source_class: as for `recognise_gate`."""
+    act, gate = _activation(module), getattr(source_class or type(module), "_apply_gate", None)
     if not isinstance(act, nn.Module):
         return None, False, gate
     hooks = act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks, act._backward_hooks

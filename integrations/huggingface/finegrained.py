@@ -238,7 +238,7 @@ def _norm(module: Any) -> nn.Module | None:
 
 def _computes(module: Any) -> tuple:
     """All that the layer depends on, besides its weights."""
-    own = vars(module).get("_apply_gate"), changes(module, type(module))
+    own = vars(module).get("_apply_gate"), changes(module)
     return own, module.act_fn, module.swiglu_alpha, module.swiglu_limit, _norm(module), module.activation_format
 
 

@@ -160,8 +160,8 @@ class PackedConverter(WeightConverter):
     def _stems(self, module: str) -> dict[str, str]:
         """projection -> stem of its matrices' names in files, with * for the expert's number."""
         found: dict[str, str] = {}
+        in_files = re.sub(r"mlp\.experts$", self.experts[module].layout.in_files, module)
         for name in (self.experts[module].up_name, "down_proj"):
-            in_files = re.sub(r"mlp\.experts$", self.experts[module].layout.in_files, module)
             stems = [f"{in_files}.*.{part}" for part in projections(name)]
             for c in (c.reverse_transform() for c in self.merges):
                 first, pattern = c.rename_source_key(f"{module}.{name}")
