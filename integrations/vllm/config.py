@@ -90,6 +90,7 @@ class MoeNvfp4Config(QuantizationConfig):
         check_version()
         super().__init__()
         self.base, self.info, self.form = base, info, form
+        self.model: str | None = None  # the folder or the name on the Hub, once vLLM has said it
         self.converted: Converted | None = None
         self.ignore = [] if info is None else list(info.ignore)
         self.activations, self.recipe, self.exclude = None, DEFAULT_RECIPE, []
@@ -180,6 +181,7 @@ class MoeNvfp4Config(QuantizationConfig):
     def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
         from vllm.platforms import current_platform
 
+        self.model = model_name
         _check_overrides(hf_config)
         if getattr(self, "online_quantization_config", None) is not None:  # vLLM sets it
             raise ValueError(
@@ -277,7 +279,7 @@ class MoeNvfp4Config(QuantizationConfig):
             prefix = prefix or "lm_head"  # some of vLLM's models give no name (EXAONE, AFMoE)
         if not isinstance(layer, RoutedExperts):
             if isinstance(layer, LinearBase) and self.base is None:
-                return DenseLinearMethod(prefix, partial(self.check_effect, *engine.whole_and_dense()))
+                return DenseLinearMethod(prefix, partial(self.check_effect, *engine.whole_and_dense(self.model)))
             # vLLM's ModelOpt reader compares wildcards with fused names only: "*.q_proj" does not exclude "qkv_proj"
             if isinstance(layer, LinearBase | ParallelLMHead) and self.ignores(prefix):
                 return DenseLinearMethod(prefix) if isinstance(layer, LinearBase) else None
@@ -290,7 +292,7 @@ class MoeNvfp4Config(QuantizationConfig):
                 if runs:
                     self.say(runs, activations if engine.has_fp4() else "bf16")
             return None if self.base is None else self.base.get_quant_method(layer, prefix)
-        engine.check_load_format(prefix, self.form)
+        engine.check_load_format(prefix, self.form, self.model)
         self.experts.append(prefix)
         activations: str | None = self.activations or "bf16"
         if self.base is None:
@@ -306,8 +308,9 @@ class MoeNvfp4Config(QuantizationConfig):
         if not theirs:
             dialect = None if self.base is None else self.info.dialect
             activations = self.activations or activations
+            files = self.converted or (self.model if os.path.isdir(self.model or "") else None)
             return MoeNvfp4Method(
-                layer, dialect, activations, self.recipe, self.adapter, self.placement, self.converted, self.said
+                layer, dialect, activations, self.recipe, self.adapter, self.placement, files, self.said
             )
         if self.base is None or self.ignores(prefix):
             return None  # vLLM runs them unquantized

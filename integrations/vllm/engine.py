@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -449,15 +448,19 @@ def download(model: str, revision: str | None) -> str:
     )
 
 
-def check_load_format(name: str, form: str | None) -> None:
-    """ValueError if vLLM's own loader would read files of another format, MXFP4 or FP8."""
-    if form is not None and not dummy_weights() and get_current_vllm_config().load_config.load_format != NAME:
-        raise ValueError(f"{name}: the files are {form}, and become NVFP4 while they load: add --load-format {NAME}")
+def check_load_format(name: str, form: str | None, model: str | None) -> None:
+    """ValueError if vLLM's own loader would read the files of `model`, which are of another format, MXFP4 or FP8."""
+    if form is None or (loading := _of(model)[1]).load_format in (NAME, "dummy"):
+        return
+    drafts, add = get_current_vllm_config().speculative_config, f"--load-format {NAME}"
+    if drafts is not None and loading is drafts.draft_load_config:
+        add = f"""`"draft_load_config": {{"load_format": "{NAME}"}}` to --speculative-config"""
+    raise ValueError(f"{name}: the files are {form}, and become NVFP4 while they load: add {add}")
 
 
 class UnwrittenLoader(DefaultModelLoader):
-    """`--load-format moe_nvfp4`: vLLM's own loader, but files that the quantization config says are converted come as
-    the conversion makes them."""
+    """`--load-format moe_nvfp4`: vLLM's own loader, but files that the model's quantization config says are converted
+    come as the conversion makes them."""
 
     def __init__(self, load_config: LoadConfig):
         super().__init__(dataclasses.replace(load_config, load_format="auto"))
@@ -465,7 +468,10 @@ class UnwrittenLoader(DefaultModelLoader):
         self.experts = True
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, *args, **kwargs) -> torch.nn.Module:
-        self.converted = getattr(vllm_config.quant_config, "converted", None)
+        config = vllm_config.quant_config
+        if model_config.model != vllm_config.model_config.model:  # a draft model in a folder of its own
+            config = vllm_config.get_quantization_config(model_config, self.load_config)
+        self.converted = getattr(config, "converted", None)
         # vLLM's gpt-oss drops gate and up, so `ExpertLoader.read` takes all three
         self.experts = model_config.hf_text_config.model_type != "gpt_oss"
         return super().load_model(vllm_config, model_config, *args, **kwargs)
@@ -478,18 +484,21 @@ class UnwrittenLoader(DefaultModelLoader):
             yield source.prefix + name, tensor
 
 
-def model_folder() -> str | None:
-    """The model's folder; None if it is not a folder on this machine."""
-    folder = get_current_vllm_config().model_config.model
-    return folder if os.path.isdir(folder) else None
-
-
-def whole_and_dense() -> tuple[bool, bool]:
-    """Whether this process has all layers of the model, and whether a model in which vLLM finds no experts is dense:
-    its config counts none, or it is transformers' (others may be a layer for drafts)."""
+def _of(model: str | None) -> tuple[ModelConfig, LoadConfig]:
+    """The configs of `model`, which may be one for drafts, of another folder."""
     config = get_current_vllm_config()
-    whole, model = config.parallel_config.pipeline_parallel_size == 1, config.model_config
-    return whole, model.get_num_experts() == 0 or whole and model.using_transformers_backend()
+    drafts = config.speculative_config
+    own = None if drafts is None else drafts.draft_model_config
+    if own is None or own.model != model or model == drafts.target_model_config.model:
+        return config.model_config, config.load_config
+    return own, drafts.draft_load_config or config.load_config
+
+
+def whole_and_dense(model: str | None) -> tuple[bool, bool]:
+    """Whether this process has all layers of `model`, and whether a model in which vLLM finds no experts is dense:
+    its config counts none, or it is transformers' (others may be a layer for drafts)."""
+    whole, config = get_current_vllm_config().parallel_config.pipeline_parallel_size == 1, _of(model)[0]
+    return whole, config.get_num_experts() == 0 or whole and config.using_transformers_backend()
 
 
 def current() -> VllmConfig:

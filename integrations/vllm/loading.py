@@ -98,17 +98,18 @@ class ExpertLoader:
             _fill(self._rows(name, part, e), self._of_rank(tensor.view(torch.uint8), part, where), where)
         self._seen.add((kind, part, e))
 
-    def read(self, folder: str | os.PathLike, place: Callable[[int], int], coming: Unwritten | None = None) -> None:
-        """Take all tensors of this layer from a folder of NVFP4 files, if the server's loader passed on none.
+    def read(self, files: str | os.PathLike | Unwritten, place: Callable[[int], int]) -> None:
+        """Take all tensors of this layer from a folder of NVFP4 files, or a checkpoint that is not written, if the
+        server's loader passed on none.
 
-        place   an expert's number in the files -> its index on this rank; -1 if it is on another rank
-        coming  a checkpoint that is not written, in place of the folder
+        place  an expert's number in the files -> its index on this rank; -1 if it is on another rank
         """
         if self._seen or self.dialect is None:
             return
         kinds = {getattr(self.dialect, kind): kind for kind in ("weight", "sf", "global_scale", "input_scale")}
         layer = self.name[max(self.name.find("layers."), 0) :]  # the names in the files may begin differently
-        source = open_checkpoint(folder) if coming is None else coming.checkpoint
+        coming = files if isinstance(files, Unwritten) else None
+        source = open_checkpoint(files) if coming is None else coming.checkpoint
         places: dict[str, tuple[str, str, int]] = {}
         for name in source.tensors:
             stem, _, suffix = name.rpartition(".")

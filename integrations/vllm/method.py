@@ -40,12 +40,13 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         recipe: str,
         adapter: ExpertsAdapter | None = None,
         placement: Placement | None = None,
-        converted: Converted | None = None,
+        files: Converted | str | None = None,
         said: Mapping[str, Any] = MappingProxyType({}),
     ):
         super().__init__(layer.moe_config)
         engine.refuse(layer, dense=dialect is None, adapter=adapter is not None)
-        self.adapter, self.placement, self.converted = adapter, placement or Placement(), converted
+        self.adapter, self.placement = adapter, placement or Placement()
+        self.files = files  # a conversion, or a folder, to read what vLLM's loader does not pass on
         self.gate, self.own_gate = engine.gate_of(layer, said)
         self.dialect, self.activations, self.recipe = dialect, activations, recipe
         self.lora: Any = None  # `lora.ExpertsWithLoRA`, where requests choose adapters
@@ -91,7 +92,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             engine.refuse_on_cpu(layer, self.device, self.loader.experts._hooks(self.adapters).fused, by_request)
         self.model, self.room = engine.model_class(), partial(engine.room, engine.current(), self.moe)
         hide(layer, self.loader.experts)
-        self.dummy, self.folder = engine.dummy_weights(), engine.model_folder()
+        self.dummy = engine.dummy_weights()
         # Empty parameters under the names into which vLLM translates the files' names: their loaders are ours.
         suffixes = {"bias": "bias", "weight": "weight"}
         if self.dialect is not None:
@@ -172,9 +173,9 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         if self.dummy and not again:
             _randomize(layer.nvfp4)
         else:
-            coming = None if self.converted is None else self.converted.open()
-            if (self.folder is not None or coming is not None) and not again:
-                loader.read(self.folder, partial(engine.local_expert, layer), coming)
+            if self.files is not None and not again:
+                files = self.files if isinstance(self.files, str) else self.files.open()
+                loader.read(files, partial(engine.local_expert, layer))
             loader.finish()
         beside = self.device if layer.nvfp4.on_cpu and self.device.type != "cpu" else None
         ranks = {a.shape[1] for pairs in self.adapters for a, _ in pairs}

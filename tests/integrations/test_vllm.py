@@ -364,6 +364,45 @@ def test_other_formats_become_nvfp4_while_they_load(tmp_path):
         start(path / "source", quantization="moe_nvfp4")
 
 
+def test_a_draft_model_beside_files_that_become_nvfp4(tmp_path):
+    """Its tensors are those of its own folder, and its options are asked of its own config."""
+    small = tiny(4)()
+    small.config.hidden_size, small.config.head_dim, small.config.num_hidden_layers = 128, 32, 3
+    fp8_blocks(folder(tmp_path, lambda: type(small)(small.config), "source"))
+    files = eagle3(tmp_path / "draft", small.config.vocab_size)
+
+    def drafting(**said):
+        drafts = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2} | said
+        options = {"quantization": "moe_nvfp4", "load_format": "moe_nvfp4"}
+        return start(tmp_path / "source", speculative_config=drafts, **options)
+
+    llm = drafting()
+    made = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.model.model
+    for name in ("norm", "layers.0.hidden_norm"):
+        assert torch.equal(made.get_parameter(f"{name}.weight").bfloat16(), files[f"{name}.weight"])
+    llm.llm_engine.engine_core.shutdown()
+    with pytest.raises(ValueError, match="--quantization moe_nvfp4: in vLLM this model has no experts"):
+        drafting(quantization="moe_nvfp4")
+
+
+def eagle3(path, vocabulary, H=128, I=96):
+    """A folder of one dense layer that drafts by EAGLE-3 for a model of 3 layers. Returns its tensors."""
+    path.mkdir()
+    sizes = {"fc": (H, 3 * H), "norm": (H,), "lm_head": (vocabulary, H)}
+    attention = {"q_proj": (128, 2 * H), "k_proj": (64, 2 * H), "v_proj": (64, 2 * H), "o_proj": (H, 128)}
+    sizes |= {f"layers.0.self_attn.{name}": size for name, size in attention.items()}
+    sizes |= {f"layers.0.mlp.{name}_proj": (H, I) if name == "down" else (I, H) for name in ("gate", "up", "down")}
+    sizes |= {f"layers.0.{name}": (H,) for name in ("input_layernorm", "post_attention_layernorm", "hidden_norm")}
+    files = {f"{name}.weight": 0.2 * torch.randn(size, dtype=torch.bfloat16) for name, size in sizes.items()}
+    save_file(files, path / "model.safetensors", {"format": "pt"})
+    config = dict(architectures=["LlamaForCausalLMEagle3"], model_type="llama", hidden_size=H, intermediate_size=I,
+                  num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=1, dtype="float32",
+                  vocab_size=vocabulary, draft_vocab_size=vocabulary, max_position_embeddings=128,
+                  eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    return files
+
+
 @pytest.mark.parametrize("form", ["bf16", "FP8"])
 def test_options_of_files_that_become_nvfp4(form, folders, tmp_path):
     """Recipe, excluded experts and activations: as of the folder that quantize writes with the same ones."""
@@ -640,7 +679,7 @@ def test_options_without_an_effect_are_refused(monkeypatch):
 
     def load(experts, exclude, whole=True, dense=False):
         config = Config().choose({"exclude": exclude})
-        monkeypatch.setattr(engine, "whole_and_dense", lambda: (whole, dense))
+        monkeypatch.setattr(engine, "whole_and_dense", lambda model: (whole, dense))
         linear = config.get_quant_method(object.__new__(LinearBase), "model.layers.0.self_attn.qkv_proj")
         for name in experts:
             assert config.get_quant_method(object.__new__(RoutedExperts), name) is None

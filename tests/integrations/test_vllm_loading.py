@@ -189,10 +189,10 @@ def test_a_layer_of_files_that_are_converted(tmp_path):
     convert_checkpoint(source, tmp_path / "nvfp4", Options(device="cpu"))
     coming, wanted = Converted(str(source), Options(device="cpu")).open(), tensors(tmp_path / "nvfp4")
     layers = []
-    for read in (None, coming):
+    for files in (tmp_path / "nvfp4", coming):
         experts = NVFP4Experts(2, 64, 64, Gate(), bias=torch.float32)
         loader = ExpertLoader(experts, "language_model.model.layers.1.mlp.experts", DIALECTS["modelopt"])
-        loader.read(tmp_path / "nvfp4", lambda e: e - 2, read)
+        loader.read(files, lambda e: e - 2)
         loader.finish()
         layers.append(experts.state_dict())
     assert all(torch.equal(tensor, layers[0][name]) for name, tensor in layers[1].items())
