@@ -7,7 +7,7 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm
@@ -62,6 +62,17 @@ def check_version() -> None:
         )
 
 
+class Model(NamedTuple):
+    """What tells an engine's model from the one that drafts for it."""
+
+    name: str  # its folder, or its name on the Hub
+    classes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, hf_config: Any) -> Model:
+        return cls(name, tuple(getattr(hf_config, "architectures", None) or ()))
+
+
 class MoeNvfp4Config(QuantizationConfig):
     """How vLLM loads a model with this library's experts.
 
@@ -90,7 +101,7 @@ class MoeNvfp4Config(QuantizationConfig):
         check_version()
         super().__init__()
         self.base, self.info, self.form = base, info, form
-        self.model: str | None = None  # the folder or the name on the Hub, once vLLM has said it
+        self.model = Model("", ())  # until vLLM says which
         self.converted: Converted | None = None
         self.ignore = [] if info is None else list(info.ignore)
         self.activations, self.recipe, self.exclude = None, DEFAULT_RECIPE, []
@@ -181,7 +192,7 @@ class MoeNvfp4Config(QuantizationConfig):
     def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
         from vllm.platforms import current_platform
 
-        self.model = model_name
+        self.model = Model.of(model_name, hf_config)
         _check_overrides(hf_config)
         if getattr(self, "online_quantization_config", None) is not None:  # vLLM sets it
             raise ValueError(
@@ -308,7 +319,7 @@ class MoeNvfp4Config(QuantizationConfig):
         if not theirs:
             dialect = None if self.base is None else self.info.dialect
             activations = self.activations or activations
-            files = self.converted or (self.model if os.path.isdir(self.model or "") else None)
+            files = self.converted or (self.model.name if os.path.isdir(self.model.name) else None)
             return MoeNvfp4Method(
                 layer, dialect, activations, self.recipe, self.adapter, self.placement, files, self.said
             )
@@ -342,12 +353,12 @@ class MoeNvfp4Config(QuantizationConfig):
         modules of the model have been made.
 
         whole  whether this process has all layers
-        dense  whether a model without experts is dense, and no layer for drafts
+        dense  whether a model without experts here is dense, and no layer for drafts
         """
         if dense and not self.experts:
             raise ValueError(
-                f"--quantization {NAME}: in vLLM this model has no experts, and its linears stay: leave it out, or "
-                "--model-impl transformers, with which vLLM does not take some models' experts (gpt-oss) for its own"
+                f"--quantization {NAME}: in vLLM this model has no experts, or runs them by other code than its MoE "
+                "layer (MiniCPM, Nomic; with --model-impl transformers, gpt-oss), and its linears stay: leave it out"
             )
         useless = [p for p in self.exclude if not any(matches(p, name) for name in self.experts)]
         if whole and useless:

@@ -30,7 +30,7 @@ from vllm.platforms import current_platform
 from moe_nvfp4.backends import Device, named
 from moe_nvfp4.integrations.placement import COPIED, SCRATCH
 from moe_nvfp4.integrations.vllm import NAME
-from moe_nvfp4.integrations.vllm.config import READERS, version
+from moe_nvfp4.integrations.vllm.config import READERS, Model, version
 from moe_nvfp4.integrations.vllm.mends import complete_adapters
 from moe_nvfp4.integrations.vllm.reload import check_reloads
 from moe_nvfp4.integrations.vllm.unwritten import Converted, tensors
@@ -448,12 +448,16 @@ def download(model: str, revision: str | None) -> str:
     )
 
 
-def check_load_format(name: str, form: str | None, model: str | None) -> None:
+def check_load_format(name: str, form: str | None, model: Model) -> None:
     """ValueError if vLLM's own loader would read the files of `model`, which are of another format, MXFP4 or FP8."""
-    if form is None or (loading := _of(model)[1]).load_format in (NAME, "dummy"):
+    if form is None:
         return
-    drafts, add = get_current_vllm_config().speculative_config, f"--load-format {NAME}"
-    if drafts is not None and loading is drafts.draft_load_config:
+    config = get_current_vllm_config()
+    own = config.speculative_config.draft_load_config if _drafts(model) else None
+    if (own or config.load_config).load_format in (NAME, "dummy"):
+        return
+    add = f"--load-format {NAME}"
+    if own is not None:
         add = f"""`"draft_load_config": {{"load_format": "{NAME}"}}` to --speculative-config"""
     raise ValueError(f"{name}: the files are {form}, and become NVFP4 while they load: add {add}")
 
@@ -484,21 +488,23 @@ class UnwrittenLoader(DefaultModelLoader):
             yield source.prefix + name, tensor
 
 
-def _of(model: str | None) -> tuple[ModelConfig, LoadConfig]:
-    """The configs of `model`, which may be one for drafts, of another folder."""
-    config = get_current_vllm_config()
-    drafts = config.speculative_config
+def _drafts(model: Model) -> bool:
+    """Whether `model` is the one for drafts: of another folder, or some layers of the same one."""
+    drafts = get_current_vllm_config().speculative_config
     own = None if drafts is None else drafts.draft_model_config
-    if own is None or own.model != model or model == drafts.target_model_config.model:
-        return config.model_config, config.load_config
-    return own, drafts.draft_load_config or config.load_config
+    if own is None:
+        return False
+    found, target = (Model.of(c.model, c.hf_config) for c in (own, drafts.target_model_config))
+    return found == model != target
 
 
-def whole_and_dense(model: str | None) -> tuple[bool, bool]:
-    """Whether this process has all layers of `model`, and whether a model in which vLLM finds no experts is dense:
-    its config counts none, or it is transformers' (others may be a layer for drafts)."""
-    whole, config = get_current_vllm_config().parallel_config.pipeline_parallel_size == 1, _of(model)[0]
-    return whole, config.get_num_experts() == 0 or whole and config.using_transformers_backend()
+def whole_and_dense(model: Model) -> tuple[bool, bool]:
+    """Whether this process has all layers of `model`, and whether these are dense if vLLM finds no experts in them: its
+    config counts none, or these are all layers, and not only some for drafts."""
+    config = get_current_vllm_config()
+    whole, drafts = config.parallel_config.pipeline_parallel_size == 1, _drafts(model)
+    own = config.speculative_config.draft_model_config if drafts else config.model_config
+    return whole, own.get_num_experts() == 0 or whole and not drafts
 
 
 def current() -> VllmConfig:

@@ -279,7 +279,7 @@ def test_experts_that_vllm_leaves_to_transformers(tmp_path):
     options = dict(quantization="moe_nvfp4", model_impl="transformers")
     code = f"from tests.integrations.vllm_engine import generate; generate({str(source)!r}, **{options})"
     error = python(code).stderr
-    assert re.search("in vLLM this model has no experts, .*: leave it out, or --model-impl", error), error
+    assert re.search("in vLLM this model has no experts, or runs them by other code .*: leave it out", error), error
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
@@ -693,6 +693,34 @@ def test_options_without_an_effect_are_refused(monkeypatch):
     load([], [])  # a dense layer that drafts for a mixture of experts
     with pytest.raises(ValueError, match="--quantization moe_nvfp4: in vLLM this model has no experts"):
         load([], [], dense=True)
+
+
+@pytest.mark.parametrize(
+    "model,counted,stages,whole_and_dense",
+    [
+        ("target", 4, 1, (True, True)),  # MiniCPM's, whose class in vLLM has experts of its own
+        ("target", 4, 2, (False, False)),  # the experts may be on the other stage
+        ("target", 0, 2, (False, True)),
+        ("layers for drafts", 4, 1, (True, False)),  # a dense one of a mixture of experts
+        ("other folder", 0, 1, (True, True)),
+    ],
+)
+def test_which_models_must_have_experts(model, counted, stages, whole_and_dense, monkeypatch):
+    from moe_nvfp4.integrations.vllm.config import Model
+
+    def config(name, *classes):
+        count = counted if model in ("target", found[name, classes]) else 4 - counted
+        hf_config = SimpleNamespace(architectures=list(classes))
+        return SimpleNamespace(model=name, hf_config=hf_config, get_num_experts=lambda: count)
+
+    found = {("a", ("A",)): "target", ("a", ("MTP",)): "layers for drafts", ("b", ("Eagle",)): "other folder"}
+    draft = ("b", "Eagle") if model == "other folder" else ("a", "MTP")
+    drafts = SimpleNamespace(draft_model_config=config(*draft), target_model_config=config("a", "A"))
+    pipeline = SimpleNamespace(pipeline_parallel_size=stages)
+    current = SimpleNamespace(model_config=config("a", "A"), speculative_config=drafts, parallel_config=pipeline)
+    monkeypatch.setattr(engine, "get_current_vllm_config", lambda: current)
+    name, classes = next(key for key in found if found[key] == model)
+    assert engine.whole_and_dense(Model(name, classes)) == whole_and_dense
 
 
 def test_an_adapter_of_experts_that_stay_dense_is_refused():
