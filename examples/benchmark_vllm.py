@@ -151,13 +151,15 @@ def server(name: str, folder: Path, options: dict[str, Any]) -> Iterator[str]:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     try:
         began = time.monotonic()
-        while not answers(url):
+        while True:
             waited = time.monotonic() - began
+            print(f"\rstarting vllm serve of {name}: {waited:.0f} s", end="", file=sys.stderr, flush=True)
+            if answers(url):
+                break
             if process.poll() is not None:
                 raise RuntimeError(f"vllm serve of {name} ended with exit code {process.returncode} before it answered")
             if waited > START:
                 raise TimeoutError(f"vllm serve of {name} has not answered {url}/health in {START} s")
-            print(f"\rstarting vllm serve of {name}: {waited:.0f} s", end="", file=sys.stderr, flush=True)
             time.sleep(1)
         print(file=sys.stderr)
         yield url
