@@ -17,15 +17,10 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from moe_nvfp4.format import is_global_scale
 from moe_nvfp4.integrations.huggingface.calibration import importance_for_load
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_for_dense, resolve
-from moe_nvfp4.integrations.huggingface.converters import (
-    Conversions,
-    choose_linears,
-    names_for_saving,
-    with_names_in_files,
-)
+from moe_nvfp4.integrations.huggingface.consistent import leave_bad_scales, name_dense, say_static, unname_dense
+from moe_nvfp4.integrations.huggingface.converters import Conversions, choose_linears, names_for_saving
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
     ModuleLayout,
@@ -38,13 +33,11 @@ from moe_nvfp4.integrations.huggingface.experts import (
     untie,
 )
 from moe_nvfp4.integrations.huggingface.files import (
-    NO_STATIC,
     CheckpointLayout,
     MtpTensors,
     check_dense,
     check_reached,
     is_nvfp4,
-    layers_of,
     mtp_tensors,
     open_files,
     read_layout,
@@ -78,26 +71,17 @@ from moe_nvfp4.integrations.huggingface.unwritten import (
 )
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.prepared import check_plain
-from moe_nvfp4.quantize.dialects import DIALECTS, matches
+from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.linears import Chosen
-from moe_nvfp4.quantize.names import (
-    PER_EXPERT,
-    PLAIN_NAMES,
-    PRE_QUANT_SCALE,
-    TABLE,
-    ignore_patterns,
-    is_meant,
-    projections,
-)
+from moe_nvfp4.quantize.names import PRE_QUANT_SCALE, projections
 from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.quantize.unwritten import Unwritten
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
 logger = logging.get_logger(__name__)
-INPUT_SCALES = ("up_proj_input_scale", "down_proj_input_scale")
 
 
 @dataclass(frozen=True)
@@ -293,32 +277,13 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self.conversions = Conversions(
             experts, config.recipe, self.four_bit, dialect, self.importance, layout, prefix, singles
         )
-        self._name_dense(model, experts, excluded)
+        name_dense(model, config, experts, excluded, self.chosen, self.mtp)
         if isinstance(model, PreTrainedModel):
             model._get_resized_lm_head = self.resized_head
             model.save_pretrained = self.save_pretrained
             for part in _models_inside(model):
                 if any(isinstance(m, (HFExperts, NVFP4Linear)) for m in part.modules()):
                     part.save_pretrained = partial(refuse_part, type(part).__name__)
-
-    def _name_dense(self, model: nn.Module, experts: Iterable[str], excluded: Iterable[str]) -> None:
-        """Add the modules of `model` that are dense to the config's ignore list."""
-        config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
-        # Who sees files only takes a table for a linear, unless its name says what it is
-        linears = {n for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))}
-        linears = {name for name in linears if not TABLE.search(f"{name}.weight")}
-        routers = {n for n, m in model.named_modules() if n.endswith((".gate", ".router"))}
-        packed = {n for n, m in model.named_modules() if isinstance(m, NVFP4Linear)}
-        packed |= {linear.model for fused in self.chosen.fused for linear in fused}
-        linears -= packed
-        quantized = packed.union(f"{n}.0.down_proj" for n in experts)
-        mtp_experts = {m["module"] for name in self.mtp.dense if (m := PER_EXPERT.fullmatch(name))}
-        mtp_others = {name for name in self.mtp.dense if PER_EXPERT.fullmatch(name) is None}
-        all_names = linears | routers, quantized, set(excluded)
-        dense, quantized, left = (with_names_in_files(model, names) for names in all_names)
-        layers = layers_of(model) if self.mtp.dense else None
-        theirs = ignore_patterns(dense | mtp_others, quantized, left | mtp_experts, dialect, layers)
-        config.ignore = sorted({*config.ignore, *theirs})
 
     def update_weight_conversions(self, weight_conversions: list, model: Any = None) -> list:
         assert self._plan is not None, "a model is being loaded"
@@ -399,7 +364,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
             if t.is_floating_point() and t.device.type != "meta":
                 t.data = t.data.to(self._plan.dtypes.get(name, t.dtype))
         if self.quantization_config.activations == "bf16":
-            self._leave_bad_input_scales()
+            leave_bad_scales(self.quantization_config, self.conversions.experts)
         for name, experts in self.conversions.experts.items():
             if any(isinstance(p, DTensor) for p in experts.parameters()):
                 experts.register_forward_pre_hook(_prepare_shards)
@@ -442,19 +407,6 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """The conversions for saving. used: those that were used for loading."""
         saving = [c for c in self.conversions.for_saving(used) if c is not self.linears]
         return [*saving, self.linears] if self.linears and self.linears.nvfp4 else saving
-
-    def _leave_bad_input_scales(self) -> None:
-        """Drop all static activation scales if some are not valid: W4A16 does not need them."""
-        experts = self.conversions.experts
-        found = [(f"{n}.{k}", e._parameters[k]) for n, e in experts.items() for k in INPUT_SCALES if k in e._parameters]
-        bad = [name for name, p in found if p is not None and p.device.type != "meta" and not _are_scales(p)]
-        if not bad:
-            return
-        self.quantization_config.input_scale = False
-        logger.warning(NO_STATIC.format(f"{bad[0]} has some that are 0, NaN or Inf"))
-        for layer in experts.values():
-            for key in INPUT_SCALES:
-                layer._parameters.pop(key, None)
 
     def resized_head(self, head: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """In place of the model's `_get_resized_lm_head`, which takes dense heads only: a 4-bit one becomes dense."""
@@ -518,11 +470,25 @@ class MoeNvfp4Quantizer(HfQuantizer):
             config.activations = activations
         modules = dict(model.named_modules(remove_duplicate=False))
         experts = {name: m for name, m in modules.items() if isinstance(m, HFExperts)}
-        linears = {name for name, m in modules.items() if isinstance(m, NVFP4Linear)}
+        linears = {name: m for name, m in modules.items() if isinstance(m, NVFP4Linear)}
+        before = self._convert(model, experts, set(linears))
+        packed = (HFExperts, NVFP4Linear)  # or a wrapper around one: an adapter's
+        dense = [n for n in before & modules.keys() if not any(isinstance(m, packed) for m in modules[n].modules())]
+        new = {*experts, *linears} - before  # where dense ones were, if layers changed places
+        if new:
+            unname_dense(model, config, new)
+        if experts:
+            say_static(config, experts, linears)
+        if dense or new:
+            stay = [name for name in dense if not isinstance(modules[name], nn.Linear)]
+            name_dense(model, config, experts, stay, self.chosen, self.mtp)
+
+    def _convert(self, model: Any, experts: dict[str, HFExperts], linears: set[str]) -> set[str]:
+        """Have the model's conversions save these experts and linears. Returns the names of those before."""
         before: set[str] = set()
         conversions = [*getattr(model, "_weight_conversions", ())]
         if linears and not any(isinstance(c, LinearConverter) for c in conversions):  # they are another model's
-            self.linears = LinearConverter({}, set(), DIALECTS[config.dialect])
+            self.linears = LinearConverter({}, set(), DIALECTS[self.quantization_config.dialect])
             conversions = model._weight_conversions = [*conversions, self.linears]
         for converter in conversions:
             if isinstance(converter, PackedConverter):
@@ -531,23 +497,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
             elif isinstance(converter, LinearConverter):
                 before |= converter.nvfp4
                 converter.nvfp4 = linears
-        packed = (HFExperts, NVFP4Linear)  # or a wrapper around one: an adapter's
-        dense = [n for n in before & modules.keys() if not any(isinstance(m, packed) for m in modules[n].modules())]
-        if new := {*experts, *linears} - before:  # where dense ones were, if layers changed places
-            names = with_names_in_files(model, new)
-            names |= {f"{name}.0.{part}" for name in names for pair in PLAIN_NAMES.items() for part in pair}
-            config.ignore = [p for p in config.ignore if not any(matches(p, name) for name in names)]
-            config.exclude = [p for p in config.exclude if not any(is_meant(p, name) for name in names)]
-        if experts:
-            config.input_scale = all(e._parameters.get(INPUT_SCALES[1]) is not None for e in experts.values())
-            lacking = sorted(name for name in linears if modules[name]._parameters["input_scale"] is None)
-            if config.says_static and lacking:
-                logger.warning(
-                    f"{lacking[0]} has no static activation scale, and experts have: servers read such files as W4A4 "
-                    "and go on with a number that nobody wrote. calibrate(model, batches) gives all layers one"
-                )
-        if dense or new:
-            self._name_dense(model, experts, [n for n in dense if not isinstance(modules[n], nn.Linear)])
+        return before
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """True. transformers asks before it makes the folder, so this raises what `check_savable` does."""
@@ -652,11 +602,6 @@ def _check_scales(name: str, param: Tensor) -> None:
         raise ValueError(f"{name} has NaN or Inf: the file is damaged, download it again")
     elif name.endswith("_sf"):
         check_block_scales(param, name)
-
-
-def _are_scales(param: Tensor) -> bool:
-    here = param.to_local() if isinstance(param, DTensor) else param
-    return bool(is_global_scale(here).all())
 
 
 def _prepare_shards(experts: HFExperts, inputs: tuple[Tensor, ...]) -> None:
