@@ -358,7 +358,8 @@ class MoeNvfp4Config(QuantizationConfig):
         if dense and not self.experts:
             raise ValueError(
                 f"--quantization {NAME}: in vLLM this model has no experts, or runs them by other code than its MoE "
-                "layer (MiniCPM, Nomic; with --model-impl transformers, gpt-oss), and its linears stay: leave it out"
+                "layer (MiniCPM, Nomic; gpt-oss with --model-impl transformers), and its linears stay: leave it out, "
+                "or --model-impl"
             )
         useless = [p for p in self.exclude if not any(matches(p, name) for name in self.experts)]
         if whole and useless:
