@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
 
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
 from moe_nvfp4.integrations.vllm.loading import check_others
+from moe_nvfp4.integrations.vllm.method import MoeNvfp4Method
 from moe_nvfp4.integrations.vllm.reload import files_have
 
 # A NaN for each size of a float that files hardly have: one that they do have stays
@@ -25,10 +27,26 @@ MARKS = {2: (torch.int16, 0x7FE5), 4: (torch.int32, 0x7FE5A5A5), 8: (torch.int64
 
 
 def check_loads() -> None:
-    """Have vLLM's loaders of files refuse to go on without a weight. Called before a model makes its layers."""
-    for loader in (DefaultModelLoader, RunaiModelStreamerLoader):
-        if not hasattr(loader.load_weights, "checks"):
-            loader.load_weights = _checking(loader.load_weights)
+    """Have vLLM's loaders of files refuse to go on without a weight, and its loader without files (--load-format dummy)
+    say so to our layers: drafts may be loaded by another one than the model. Called before a model makes its layers."""
+    for loader, extended in (
+        (DefaultModelLoader, _checking),
+        (RunaiModelStreamerLoader, _checking),
+        (DummyModelLoader, _saying),
+    ):
+        if not hasattr(loader.load_weights, "extended"):
+            loader.load_weights = extended(loader.load_weights)
+            loader.load_weights.extended = True
+
+
+def _saying(load: Callable[..., None]) -> Callable[..., None]:
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        for module in model.modules():
+            if isinstance(method := getattr(module, "quant_method", None), (MoeNvfp4Method, NVFP4LinearMethod)):
+                method.dummy = True
+        load(self, model, model_config)
+
+    return load_weights
 
 
 def _checking(load: Callable[..., None]) -> Callable[..., None]:
@@ -50,7 +68,6 @@ def _checking(load: Callable[..., None]) -> Callable[..., None]:
                 "folders, if they are complete (moe-nvfp4 serve MODEL --engine transformers)"
             )
 
-    load_weights.checks = True  # type: ignore[attr-defined]
     return load_weights
 
 

@@ -453,7 +453,9 @@ def check_load_format(name: str, form: str | None, model: Model) -> None:
     if form is None:
         return
     config = get_current_vllm_config()
-    own = config.speculative_config.draft_load_config if _drafts(model) else None
+    drafts = config.speculative_config
+    # vLLM's "draft_model" is read as the target is, whatever its draft_load_config says
+    own = drafts.draft_load_config if _drafts(model) and drafts.method != "draft_model" else None
     if (own or config.load_config).load_format in (NAME, "dummy"):
         return
     add = f"--load-format {NAME}"
@@ -524,8 +526,3 @@ def log(text: str) -> None:
 def has_fp4() -> bool:
     """Whether the GPU multiplies NVFP4 by NVFP4. Elsewhere vLLM's kernels for such linears take bf16 activations."""
     return current_platform.has_device_capability(100)
-
-
-def dummy_weights() -> bool:
-    """Whether vLLM loads no files (--load-format dummy)."""
-    return get_current_vllm_config().load_config.load_format == "dummy"

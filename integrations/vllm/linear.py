@@ -34,6 +34,7 @@ class NVFP4LinearMethod(LinearMethodBase):
     def __init__(self, name: str, dialect: Dialect, activations: str):
         super().__init__()
         self.name, self.dialect = name, dialect
+        self.dummy = False  # whether vLLM reads no files (`arrived.check_loads`)
         # vLLM multiplies MLA's kv_b_proj by the identity, to have its weights, and some rows by these: no activations
         self.activations = "bf16" if name.endswith(".kv_b_proj") else activations
 
@@ -56,7 +57,7 @@ class NVFP4LinearMethod(LinearMethodBase):
             )
         layer.input_size_per_partition = K
         self.sizes, self.columns, self.whole = list(output_partition_sizes), input_size, K == input_size
-        self.ranks, self.dtype, self.dummy = getattr(layer, "tp_size", 1), params_dtype, engine.dummy_weights()
+        self.ranks, self.dtype = getattr(layer, "tp_size", 1), params_dtype
         self.came: dict[str, set] = {}  # kind -> those of the fused linears whose tensors have come; None: all in one
 
         def attributes(kind: str) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         self.dialect, self.activations, self.recipe = dialect, activations, recipe
         self.lora: Any = None  # `lora.ExpertsWithLoRA`, where requests choose adapters
         self.drops = False  # whether vLLM's model drops a part of the experts
+        self.dummy = False  # whether vLLM reads no files (`arrived.check_loads`)
 
     def create_weights(
         self,
@@ -92,7 +93,6 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             engine.refuse_on_cpu(layer, self.device, self.loader.experts._hooks(self.adapters).fused, by_request)
         self.model, self.room = engine.model_class(), partial(engine.room, engine.current(), self.moe)
         hide(layer, self.loader.experts)
-        self.dummy = engine.dummy_weights()
         # Empty parameters under the names into which vLLM translates the files' names: their loaders are ours.
         suffixes = {"bias": "bias", "weight": "weight"}
         if self.dialect is not None:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -722,6 +723,23 @@ def test_which_models_must_have_experts(model, counted, stages, whole_and_dense,
     monkeypatch.setattr(engine, "get_current_vllm_config", lambda: current)
     name, classes = next(key for key in found if found[key] == model)
     assert engine.whole_and_dense(Model(name, classes)) == whole_and_dense
+
+
+@pytest.mark.parametrize("method,refused", [("mtp", None), ("draft_model", "--load-format moe_nvfp4")])
+def test_how_a_draft_model_is_read(method, refused, monkeypatch):
+    """vLLM reads a "draft_model" as it does the target, whatever its draft_load_config says."""
+    from moe_nvfp4.integrations.vllm.config import Model
+
+    def config(name):
+        return SimpleNamespace(model=name, hf_config=SimpleNamespace(architectures=["A"]))
+
+    drafts = SimpleNamespace(draft_model_config=config("b"), target_model_config=config("a"), method=method,
+                             draft_load_config=SimpleNamespace(load_format="moe_nvfp4"))  # fmt: skip
+    current = SimpleNamespace(speculative_config=drafts, load_config=SimpleNamespace(load_format="auto"))
+    monkeypatch.setattr(engine, "get_current_vllm_config", lambda: current)
+    for name, want in (("a", "--load-format moe_nvfp4"), ("b", refused)):
+        with pytest.raises(ValueError, match=f"become NVFP4 while they load: add {want}") if want else nullcontext():
+            engine.check_load_format("x", "FP8", Model(name, ("A",)))
 
 
 def test_an_adapter_of_experts_that_stay_dense_is_refused():

@@ -19,6 +19,7 @@ from moe_nvfp4.integrations.vllm.config import MoeNvfp4Config  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.dialects import DIALECTS  # noqa: E402
 from moe_nvfp4.quantize.options import Options  # noqa: E402
+from moe_nvfp4.quantize.recipes import quantize_matrix  # noqa: E402
 from tests.integrations.test_vllm import MOST, _tokenizer, by_transformers, latent_attention, same, tiny  # noqa: E402
 from tests.integrations.vllm_engine import PROMPTS, engine, generate, lora, on_two_ranks  # noqa: E402
 
@@ -346,10 +347,8 @@ def test_fused_linears_become_one_where_both_scales_are_equal():
 
 def test_rows_of_w4a4_that_ranks_would_scale_in_parts(monkeypatch):
     """And columns that are no multiple of 16 on a rank."""
-    from moe_nvfp4.integrations.vllm import engine
     from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
 
-    monkeypatch.setattr(engine, "dummy_weights", lambda: False)
     for name, number in (("rank", 0), ("world_size", 1)):  # those of an engine, which there need not be
         monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}", lambda n=number: n)
 
@@ -477,6 +476,19 @@ def test_a_dense_prediction_layer_drafts_for_4_bit_ones(dialect, tmp_path):
     want = generate(tmp_path / "nvfp4")
     drafted = generate(tmp_path / "nvfp4", speculative_config={"method": "mtp", "num_speculative_tokens": 1})
     same(drafted, want, prompts=7)
+    if dialect == "modelopt":
+        _reads_only_drafts(source)
+
+
+def _reads_only_drafts(source):
+    """Beside a target of random weights, the layer for drafts has those of the files."""
+    drafts = {"method": "mtp", "num_speculative_tokens": 1, "draft_load_config": {"load_format": "auto"}}
+    llm = engine(source, quantization="moe_nvfp4", load_format="dummy", speculative_config=drafts)
+    runner, name = llm.llm_engine.model_executor.driver_worker.worker.model_runner, ".mlp.experts.routed_experts"
+    experts = [next(module.nvfp4 for found, module in model.named_modules() if found.endswith(name))
+               for model in (runner.model, runner.drafter.model)]  # fmt: skip
+    scale = quantize_matrix(tensors(source)["model.layers.2.mlp.experts.0.down_proj.weight"])[2]
+    assert [e.down_proj_global_scale[0].item() for e in experts] == [1 / 256, scale.item()]
 
 
 def test_a_prediction_layer_that_vllm_renames(tmp_path):
