@@ -30,7 +30,8 @@ from moe_nvfp4.demo import demo_path
 from moe_nvfp4.evaluate import Metrics, evaluate
 from moe_nvfp4.integrations.huggingface import set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.calibration import cut, dense_modules, in_batches
-from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout, dense_experts, describe, own_gate
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout, dense_experts, describe, own_gate
 from moe_nvfp4.integrations.huggingface.statistics import watch
 
 LENGTHS = (32, 128, 512, 8, 2)  # windows of the first calibration text

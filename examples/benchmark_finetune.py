@@ -17,8 +17,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
-from moe_nvfp4.integrations.huggingface.experts import describe, experts_for, find_experts
+from moe_nvfp4.integrations.huggingface.experts import experts_for, find_experts
 from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig
+from moe_nvfp4.integrations.huggingface.recognise import describe
 
 QWEN3_30B = dict(
     hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, num_hidden_layers=48,

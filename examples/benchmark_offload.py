@@ -25,9 +25,10 @@ from transformers import AutoModelForCausalLM, CompileConfig, Qwen3MoeConfig, St
 from moe_nvfp4 import NVFP4Experts
 from moe_nvfp4.integrations.huggingface import use_cuda_graphs
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
-from moe_nvfp4.integrations.huggingface.experts import describe, experts_for
+from moe_nvfp4.integrations.huggingface.experts import experts_for
 from moe_nvfp4.integrations.huggingface.graphs import CACHE
 from moe_nvfp4.integrations.huggingface.offload import SharedAhead
+from moe_nvfp4.integrations.huggingface.recognise import describe
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.kernels.offload import backend as offload
 from moe_nvfp4.kernels.offload.pages import pin, place

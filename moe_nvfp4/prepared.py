@@ -119,20 +119,19 @@ class Prepared(FP32Scales):
     def _state(self, problem: tuple) -> tuple | None:
         """All that the result of `_for_call` depends on; None where parameters last for one call only. Two states are
         never equal by chance: what `_last` holds keeps its memory, so no other tensor can have its address."""
-        codes: Any = None
         places: list[Any] = []
         for p in self._parameters.values():
             if p is not None:
                 if type(p) is not nn.Parameter:
                     return None
-                places += (p.data_ptr(), p.stride())  # a view of the same memory has other strides
-                codes = p if codes is None else codes
+                # a view of the same memory has another shape or other strides, and a new parameter its own gradient
+                places += (id(p), p.data_ptr(), p.shape, p.stride())
         if self._offloaded:
             return None
         attributes = self.__dict__
         chosen = attributes["activations"], attributes.get("gate"), backends_now()
         computing = len(attributes["_modules"]), len(attributes["_forward_pre_hooks"])  # see `computes_parameters`
-        return problem, places, codes.shape, chosen, computing
+        return problem, places, chosen, computing
 
     @property
     def packed(self) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.dialects import read_config
+from moe_nvfp4.quantize.files import write_text
 from moe_nvfp4.quantize.report import ConversionReport, readable_size, readable_snr
 from moe_nvfp4.quantize.verify import VerificationReport
 
@@ -101,7 +102,7 @@ def write_card(report: ConversionReport, source: str, folder: Path, verified: Ve
     text = f"---\n{yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}---\n{text}"
     text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # names of files, under LC_ALL=C
     part = card.with_name(f".{card.name}.partial")
-    part.write_text(text, "utf-8")
+    write_text(part, text)
     os.replace(part, card)  # whoever stops in between leaves a whole card
     return card
 

@@ -46,6 +46,7 @@ from moe_nvfp4.quantize.files import (
     StagingDir,
     open_checkpoint,
     tensor_bytes,
+    write_text,
 )
 from moe_nvfp4.quantize.jobs import Job
 from moe_nvfp4.quantize.layouts import nvfp4
@@ -242,12 +243,12 @@ def _write_small_files(folder: Path, plan: ConversionPlan, others: list[Path]) -
     """config.json, the index where there are several shards, and the source's other files. Returns the names of all
     files of the destination."""
     copy_files(others, plan.source.folder, folder)
-    (folder / "config.json").write_text(json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    write_text(folder / "config.json", json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n")
     places = {name: job.shard for job in plan.jobs for name in job.outputs}
     if len(set(places.values())) > 1 or plan.source.index is not None:
         total = sum(tensor_bytes(*out) for job in plan.jobs for out in job.outputs.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
     return {*places.values(), "config.json", INDEX, *(f.relative_to(plan.source.folder).as_posix() for f in others)}
 
 

@@ -30,7 +30,7 @@ class ConversionReport:
     not_compared: str = ""  # why the source's tensors could not be compared with its model's own list
     bytes_before: int = 0
     bytes_after: int = 0
-    experts_before: int = 0
+    experts_before: int = 0  # of the matrices that are quantized
     experts_after: int = 0
     linears_before: int = 0
     linears_after: int = 0
@@ -63,7 +63,8 @@ class ConversionReport:
         yield from (f"  left alone: {name}: {why}" for name, why in self.skipped.items())
         if self.not_compared:
             yield f"  not compared with the model's own list of tensors: {self.not_compared}"
-        yield f"  experts {readable_size(self.experts_before)} -> {readable_size(self.experts_after)}"
+        if self.quantized:
+            yield f"  experts {readable_size(self.experts_before)} -> {readable_size(self.experts_after)}"
         if self.linears:
             yield f"  linears {readable_size(self.linears_before)} -> {readable_size(self.linears_after)}"
         yield f"  all     {readable_size(self.bytes_before)} -> {readable_size(self.bytes_after)}"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moe_nvfp4.devices import usable_device
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.converters import names_in_files
-from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, find_experts
+from moe_nvfp4.integrations.huggingface.experts import find_experts
 from moe_nvfp4.integrations.huggingface.layerwise import (
     LayerFiles,
     LayerWalk,
@@ -26,6 +26,7 @@ from moe_nvfp4.integrations.huggingface.layerwise import (
     reads_ids,
     unwrapped,
 )
+from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout
 from moe_nvfp4.integrations.huggingface.statistics import SquareSums, watch, watch_linears
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.files import Checkpoint

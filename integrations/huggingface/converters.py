@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
-from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout, experts_modules
+from moe_nvfp4.integrations.huggingface.experts import HFExperts, experts_modules
 from moe_nvfp4.integrations.huggingface.linears import copy_of
 from moe_nvfp4.integrations.huggingface.packed import (
     PackedConverter,
@@ -35,6 +35,7 @@ from moe_nvfp4.integrations.huggingface.packed import (
     dims_that_split_matrices,
     splits_matrices,
 )
+from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.importance import Importance

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, dense_experts, own_gate
 from moe_nvfp4.integrations.huggingface.hessians import HELD_OUT, HessianSums, Made, as_nvfp4
 from moe_nvfp4.integrations.huggingface.layerwise import LayerWalk, stand_in
+from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout, dense_experts, own_gate
 from moe_nvfp4.integrations.huggingface.statistics import watch
 from moe_nvfp4.quantize.learned import LearnedMatrices
 from moe_nvfp4.quantize.recipes import Quantized

@@ -1,198 +1,32 @@
-"""Hugging Face experts modules: recognise them, read their weights, and stand in for them.
-
-`describe` finds out how an experts module keeps and calls its weights (a `ModuleLayout`); `HFExperts` is
-`NVFP4Experts` with the interface of that module. In transformers one interface, the `use_experts_implementation`
-decorator, serves nearly every family; `LAYOUTS` has the few that store or call their experts differently.
-"""
+"""`HFExperts`, which stands in for an experts module of transformers, and the experts modules of a model."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from math import inf
-from types import MethodType
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _has_any_global_hook
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging
 
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
+from moe_nvfp4.integrations.huggingface.recognise import GATE, ModuleLayout, changes, describe, own_gate, recognise_gate
 from moe_nvfp4.ops import Adapters
-from moe_nvfp4.prepared import real_tensors
 from moe_nvfp4.quantize.layouts import dbrx
-from moe_nvfp4.quantize.layouts.base import interleave_rows, split_rows
-from moe_nvfp4.quantize.layouts.stacked import STEP
 from moe_nvfp4.quantize.names import names_experts
-from moe_nvfp4.weights import Gate
 
 logger = logging.get_logger(__name__)
-GATE = ("act_fn", "limit", "alpha", "_apply_gate")  # how the names of attributes end that a gate computes with
 IMPLEMENTATION = "moe_nvfp4"  # the experts implementation in the configs of 4-bit models
 HALF_SWAPPED = (
     "swap_experts was interrupted: some experts are 4-bit, others dense, and nothing reads such files: call "
     "swap_experts again, which finishes the rest, then save"
 )
-
-
-@dataclass(frozen=True)
-class ModuleLayout:
-    """How an experts module keeps and calls its weights.
-
-    call         "routed": (hidden_states, top_k_index, top_k_weights), the common interface
-                 "identity": the same, but experts from `num_experts` on return their input (LongCat)
-                 "dense": (hidden_states [E * T, H]), one block of rows for every expert (Llama 4)
-    transposed   weights are [E, in, out]
-    interleaved  rows of gate and up alternate (gpt-oss)
-    bias         the dtype of the biases; None: there are none
-    in_files     what mlp.experts, the end of the module's name, is called in files
-    """
-
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    gated: bool = True
-    transposed: bool = False
-    interleaved: bool = False
-    bias: torch.dtype | None = None
-    call: str = "routed"
-    in_files: str = "mlp.experts"
-
-    @property
-    def up_name(self) -> str:
-        return "gate_up_proj" if self.gated else "up_proj"
-
-    def canonical(self, name: str, tensor: Tensor) -> Tensor:
-        """One expert's tensor as the module stores it, [in, out] or [out, in] -> [out, in] with rows [gate; up]."""
-        if tensor.dim() == 2 and self.transposed:
-            tensor = tensor.T
-        if self.interleaved and name.startswith("gate_up_proj"):
-            tensor = torch.cat(split_rows(tensor, 2, interleaved=True))
-        return tensor
-
-    def stored(self, name: str, tensor: Tensor) -> Tensor:
-        """The inverse of `canonical`."""
-        if self.interleaved and name.startswith("gate_up_proj"):
-            tensor = interleave_rows(tensor, 2)
-        return tensor.T if tensor.dim() == 2 and self.transposed else tensor
-
-
-def describe(module: nn.Module, name: str = "") -> ModuleLayout | None:
-    """The layout of an experts module; None for any other module. name: its name in the model.
-
-    Raises NotImplementedError for experts that this library cannot run.
-    """
-    if isinstance(module, NVFP4Experts):
-        return None
-    what = f"{type(module).__module__}.{type(module).__name__}"
-    own = LAYOUTS.get(type(module).__name__ if what.startswith("transformers.") else what)
-    if own is not None:
-        return own(module)
-    if hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate"):
-        return _decorated(module)
-    if listed := isinstance(module, nn.ModuleList) and len(module) and re.search(r"(^|\.)experts$", name):
-        what = f"{name}, a list of {type(module[0]).__name__},"  # from code that a checkpoint brings along
-    if listed or _looks_like_experts(module):
-        if what.startswith("liger_kernel."):
-            way_out = "It is for dense weights: keep the model's own with liger_kernel_config={'swiglu': False}"
-        else:
-            way_out = (
-                "Leave it as it is with exclude=['<its module name>'], or decorate the class with transformers' "
-                "use_experts_implementation"
-            )
-        raise NotImplementedError(
-            f"{what} holds experts in a form that is not supported: neither transformers' experts interface "
-            f"(use_experts_implementation) nor one of {', '.join(LAYOUTS)}. {way_out}"
-        )
-    return None
-
-
-def _looks_like_experts(module: nn.Module) -> bool:
-    if not re.search(r"(?<!Shared)Experts?(GLU)?$|CDMoE$", type(module).__name__):
-        return False
-    parent_only = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) == 0
-    return not parent_only and next(module.parameters(), None) is not None
-
-
-def _decorated(m: Any) -> ModuleLayout:
-    if getattr(type(m).forward, "__globals__", None) is not vars(moe):  # the decorator's
-        raise NotImplementedError(
-            f"{type(m).__name__} has a forward of its own, over that of transformers' use_experts_implementation, and "
-            "4-bit experts would not do what it does: put that into a module around the experts, decorate the class "
-            "itself, or leave it as it is with exclude=['<its module name>']"
-        )
-    up_name = "gate_up_proj" if m.has_gate else "up_proj"
-    known = {f"{name}{end}" for name in (up_name, "down_proj") for end in ("", "_bias")[: 1 + m.has_bias]}
-    more = [n for n, _ in m.named_parameters() if n not in known and not n.startswith("post_expert_norm.")]
-    more += [n for n, _ in m.named_buffers(recurse=False)]
-    if more and {up_name, "down_proj"} <= m._parameters.keys():  # else they are parametrized, of which others tell
-        raise NotImplementedError(
-            f"{type(m).__name__} has {', '.join(more[:3])} besides the weights of transformers' "
-            "use_experts_implementation, and 4-bit experts would lose it: put it into a module around the experts, or "
-            "leave them as they are with exclude=['<its module name>']"
-        )
-    shape = tuple(getattr(m, up_name).shape)
-    E, N13, H = shape if not m.is_transposed else (shape[0], shape[2], shape[1])
-    return ModuleLayout(
-        num_experts=E,
-        hidden_size=H,
-        intermediate_size=N13 // 2 if m.has_gate else N13,
-        gated=m.has_gate,
-        transposed=m.is_transposed,
-        interleaved=not m.is_concatenated,
-        bias=m.down_proj_bias.dtype if m.has_bias else None,
-    )
-
-
-def _step3p7(m: Any) -> ModuleLayout:
-    E, N13, H = m.gate_up_proj.shape
-    return ModuleLayout(E, H, N13 // 2, in_files=STEP.module)
-
-
-def _longcat(m: Any) -> ModuleLayout:
-    if m.gate_up_proj is None:
-        raise NotImplementedError(f"{type(m).__name__} has no routed expert: exclude this layer")
-    # gate_up_proj also has (unused) rows for the identity experts, down_proj has none
-    E, H, I = m.down_proj.shape
-    return ModuleLayout(E, H, I, call="identity")
-
-
-def _llama4(m: Any) -> ModuleLayout:
-    E, I, H = m.down_proj.shape
-    return ModuleLayout(E, H, I, transposed=True, call="dense")
-
-
-def _dbrx(m: Any) -> ModuleLayout:
-    return ModuleLayout(m.num_experts, m.hidden_size, m.ffn_hidden_size)
-
-
-# name of a class of transformers, or full name of another -> function that describes its modules
-LAYOUTS: dict[str, Callable[[nn.Module], ModuleLayout]] = {
-    "Step3p7Experts": _step3p7,
-    "LongcatFlashExperts": _longcat,
-    "Llama4TextExperts": _llama4,
-    "DbrxExperts": _dbrx,
-}
-
-
-def dense_experts(module: Any, layout: ModuleLayout) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (w13 [N13, H] with rows [gate; up], w2 [H, I]) of each expert in turn; no copies are kept."""
-    if hasattr(module, "mlp"):  # DBRX: [E * I, H] each; w2 is already [in, out] per expert
-        w1, v1, w2 = (dbrx.by_expert(p, layout.num_experts) for p in (module.mlp.w1, module.mlp.v1, module.mlp.w2))
-        for e in range(layout.num_experts):
-            yield torch.cat([w1[e], v1[e]]), w2[e].T
-        return
-    up, down = getattr(module, layout.up_name), module.down_proj
-    for e in range(layout.num_experts):
-        yield layout.canonical(layout.up_name, up[e]), layout.canonical("down_proj", down[e])
 
 
 def empty_like(module: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Module:
@@ -215,91 +49,33 @@ def empty_like(module: nn.Module, device: torch.device | str, dtype: torch.dtype
     return new
 
 
+def assigned(module: nn.Module) -> str | None:
+    """What was assigned to `module`, and not to its class, of the functions that 4-bit weights would not run."""
+    own = {key: vars(module)[key] for key in ("_old_forward", "forward", "_apply_gate") if key in vars(module)}
+    if "_old_forward" in own:  # accelerate's hooks call it
+        own.pop("forward")
+    for key, function in own.items():
+        name = key.removeprefix("_old_")
+        if getattr(function, "__func__", None) is not getattr(type(module), name, None):
+            return name
+    return None
+
+
+def refuse_assigned(module: nn.Module, name: str) -> None:
+    """NotImplementedError if `module`, which 4-bit weights replace while a model loads, has functions of its own."""
+    if function := assigned(module):
+        raise NotImplementedError(
+            f"{name}: the model's class assigns {function} to this module when it is made, and 4-bit weights would not "
+            "run it: assign it to the loaded model, or put it into a hook (register_forward_hook), which stays"
+        )
+
+
 def keep_hooks(new: nn.Module, old: nn.Module) -> nn.Module:
     """`new`, which replaces `old`, with the hooks that were registered on that. Their handles remove them as before."""
     vars(new).update(
         {name: hooks for name, hooks in vars(old).items() if re.match(r"_(is_full_)?(for|back)ward_", name)}
     )
     return new
-
-
-# ---------------------------------------------------------------- the gate, by what it computes
-@real_tensors()
-def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = None) -> Gate:
-    """The fused gate that computes the same as `module`'s own gate; Gate("raw") if there is none, and if its activation
-    has hooks. source_class: the class whose gate it is, if not that of `module`.
-
-    Configs mislead (gpt-oss and MiniMax-M3 say "silu" and mean SwiGLU-OAI). So candidates are built from the
-    module's attributes, and compared with the module's own function on probe values far beyond every clamp.
-    """
-    if changes(module)[1]:
-        return Gate("raw", gated=layout.gated)
-    probe = torch.cat([torch.linspace(-30, 30, 121, device="cpu"), torch.linspace(-3, 3, 61, device="cpu")]).float()
-    limits = {float(v) for v in _attributes(module, "limit") if v and v > 0} | {inf}
-    alphas = {float(v) for v in _attributes(module, "alpha") if v} | {1.0}
-    if layout.gated:
-        rows = torch.cartesian_prod(probe, probe).T  # [gate, up], [2, probes^2]
-        candidates = [
-            Gate(kind, alpha, limit, offset, after)
-            for limit in sorted(limits)
-            for kind, alpha in [*(("silu", a) for a in sorted(alphas)), ("gelu_tanh", 1.0)]
-            for offset in (0.0, 1.0)
-            for after in (False, True)
-        ]
-    else:
-        rows = probe[None]
-        candidates = [Gate("relu2", gated=False)]
-    # As I = 2 channels [probes / 2, 2I]: a gate of its own may treat them differently, or take others for gate and up
-    concatenated = torch.cat([row.view(2, -1) for row in rows]).T.contiguous()
-    with torch.no_grad(), torch.device("cpu"):
-        try:
-            expected = own_gate(module, source_class or type(module), layout, concatenated).float()
-        except Exception:  # a gate with parameters, which runs unfused
-            return Gate("raw", gated=layout.gated)
-        for gate in candidates:
-            if torch.allclose(gate(concatenated), expected, rtol=1e-5, atol=1e-6):
-                return gate
-    return Gate("raw", gated=layout.gated)
-
-
-def _attributes(module: nn.Module, ending: str) -> Iterator[float]:
-    for name, value in vars(module).items():
-        if name.endswith(ending) and isinstance(value, (int, float)):
-            yield value
-
-
-def changes(module: Any, source_class: Any = None) -> tuple:
-    """What was done to the gate of `module` and to its activation function, if that is a module: (its class, whether it
-    has hooks or a forward of its own, which a fused gate would not call, and the functions of both classes).
-    source_class: as for `recognise_gate`."""
-    act, gate = _activation(module), getattr(source_class or type(module), "_apply_gate", None)
-    if not isinstance(act, nn.Module):
-        return None, False, gate
-    hooks = act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks, act._backward_hooks
-    forward = vars(act).get("forward")
-    # transformers' use_kernels assigns the method of a class that computes the same
-    own = forward is not None and not (isinstance(forward, MethodType) and forward.__qualname__.count(".") == 1)
-    return type(act), own or any(map(len, hooks)) or _has_any_global_hook(), gate, type(act).forward
-
-
-def _activation(module: Any) -> Any:
-    return getattr(module, "act_fn", None) or getattr(getattr(module, "mlp", None), "activation_fn", None)
-
-
-def own_gate(module: Any, source_class: Any, layout: ModuleLayout, w13_out: Tensor) -> Tensor:
-    """`source_class`'s gate on GEMM 1's output [rows, 2I], columns [gate, up], with the attributes of `module`."""
-    if not layout.gated:
-        return module.act_fn(w13_out)
-    if layout.interleaved:
-        w13_out = torch.stack(w13_out.chunk(2, dim=-1), dim=-1).flatten(-2)
-    if (assigned := vars(module).get("_apply_gate")) is not None:  # to this module, not to its class
-        return assigned(w13_out)
-    apply_gate = getattr(source_class, "_apply_gate", None)
-    if apply_gate is not None:
-        return apply_gate(module, w13_out)
-    gate, up = w13_out.chunk(2, dim=-1)
-    activated: Tensor = _activation(module)(gate)
-    return activated * up
 
 
 # ---------------------------------------------------------------- the drop-in
@@ -321,9 +97,9 @@ class HFExperts(NVFP4Experts):
         )  # fmt: skip
         self.layout, self.source_class = layout, type(source)
         # transformers' parallel styles, and the module's own gate, read these
-        for name, value in vars(source).items():
-            if not name.startswith("_") and not hasattr(self, name):
-                setattr(self, name, value)
+        self.copied = [name for name in vars(source) if not name.startswith("_") and not hasattr(self, name)]
+        for name in self.copied:
+            setattr(self, name, vars(source)[name])
         for name, child in source.named_children():
             if not any(True for _ in child.parameters()) or name == "post_expert_norm":
                 setattr(self, name, child)
@@ -433,8 +209,8 @@ class HFExperts(NVFP4Experts):
             dense.down_proj.data[e] = layout.stored("down_proj", w2)
             for name in (self.up_name, "down_proj") if layout.bias is not None else ():
                 getattr(dense, f"{name}_bias").data[e] = layout.stored(f"{name}_bias", p[f"{name}_bias"][e])
-        for name, value in (*self.named_children(), *((n, v) for n, v in vars(self).items() if n.endswith(GATE))):
-            setattr(dense, name, value)
+        for name in (*dict(self.named_children()), *self.copied):  # as they are now
+            setattr(dense, name, getattr(self, name))
         return keep_hooks(dense.train(self.training), self)
 
 

@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor
 
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import swizzle_sf, unswizzle_sf
-from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, ModuleLayout, changes, own_gate, recognise_gate
+from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION
+from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout, changes, own_gate, recognise_gate
 from moe_nvfp4.prepared import changing, check_plain, made_for
 from moe_nvfp4.quantize.layouts.base import interleave_rows, split_rows
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from moe_nvfp4._version import __version__
 from moe_nvfp4.integrations.huggingface.calibration import dense_modules, evaluating, linears_by_layer
 from moe_nvfp4.integrations.huggingface.distill import Distillation
-from moe_nvfp4.integrations.huggingface.experts import ModuleLayout
 from moe_nvfp4.integrations.huggingface.hessians import ENOUGH, Fused, HessianSums, Made, quantize_chosen
 from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, decoder_layers, layer_number
+from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout
 from moe_nvfp4.integrations.huggingface.statistics import watch, watch_linears
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.codes import CodesFolder

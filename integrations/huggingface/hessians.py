@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
-from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, dense_experts
 from moe_nvfp4.integrations.huggingface.linears import quantize_fused
+from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout, dense_experts
 from moe_nvfp4.quantize.linears import Linear
 from moe_nvfp4.quantize.recipes import better, quantize_matrix, recipe_named
 from moe_nvfp4.weights import is_four_over_six, is_quantized

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.integrations.huggingface.experts import keep_hooks, refuse_elsewhere
+from moe_nvfp4.integrations.huggingface.experts import keep_hooks, refuse_assigned, refuse_elsewhere
 from moe_nvfp4.integrations.huggingface.files import QuantizedLinear
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
@@ -50,13 +50,14 @@ def replace_linears(
         module = model.get_submodule(name)
         if linear.kind != "nvfp4" or type(module) is not nn.Linear:
             continue
+        refuse_assigned(module, name)
         bias = None if module.bias is None else module.bias.dtype
         pre_quant_scale = module.weight.dtype if PRE_QUANT_SCALE in linear.also else None
         made[name] = NVFP4Linear(
             module.in_features, module.out_features, bias, activations, dialect.input_scale in linear.also,
             pre_quant_scale, "meta",
         ).train(module.training)  # fmt: skip
-        model.set_submodule(name, made[name])
+        model.set_submodule(name, keep_hooks(made[name], module))
     return made
 
 
@@ -81,7 +82,8 @@ def quantize_linears(
         modules: list[Any] = [model.get_submodule(linear.model) for linear in fused]
         if any(isinstance(module, NVFP4Linear) for module in modules):
             continue
-        for module in modules:
+        for linear, module in zip(fused, modules, strict=True):
+            refuse_assigned(module, linear.model)
             refuse_elsewhere(module.weight, "quantized")
         ready = [known[linear.model] for linear in fused if isinstance(known.get(linear.model), Mapping)]
         try:

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import MergeModulelist, WeightConverter
 
-from moe_nvfp4.integrations.huggingface.experts import HFExperts, ModuleLayout
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.linears import FP8_TENSORS, Nothing, copy_of
+from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout
 from moe_nvfp4.integrations.huggingface.singles import single_experts
 from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.layouts import ExpertLayout

@@ -23,10 +23,10 @@ from moe_nvfp4.integrations.huggingface.consistent import leave_bad_scales, name
 from moe_nvfp4.integrations.huggingface.converters import Conversions, choose_linears, names_for_saving
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
-    ModuleLayout,
-    describe,
     experts_for,
     find_experts,
+    keep_hooks,
+    refuse_assigned,
     refuse_elsewhere,
     refuse_tied,
     set_implementation,
@@ -55,6 +55,7 @@ from moe_nvfp4.integrations.huggingface.mapped import InFiles, check_mappable
 from moe_nvfp4.integrations.huggingface.offload import describe_placement, keep_experts_on_cpu, layers_on_cpu
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter, ranks_of_a_row
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
+from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout, describe
 from moe_nvfp4.integrations.huggingface.savable import (
     activations_of,
     check_format,
@@ -214,6 +215,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         for name, module, layout in modules:
             if layout is not None:
                 if id(module) not in made:
+                    refuse_assigned(module, name)
                     made[id(module)] = self._empty_experts(module, layout, found.pre_quant_scale)
                 experts[name] = made[id(module)]
                 model.set_submodule(name, experts[name])
@@ -254,6 +256,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         # the dtype of the dense weights until the codes come.
         for key in (experts.up_name, "down_proj") if not self.four_bit else ():
             setattr(experts, key, nn.Parameter(getattr(experts, key).to(dense), requires_grad=False))
+        keep_hooks(experts, module)
         return experts
 
     def attach(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moe_nvfp4.integrations.huggingface.experts import ModuleLayout
+from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout
 from moe_nvfp4.quantize.layouts.base import cast_finite
 from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_dense, fp8_scale
 

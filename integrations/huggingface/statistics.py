@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moe_nvfp4.integrations.huggingface.experts import ModuleLayout, dense_experts, own_gate
+from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout, dense_experts, own_gate
 from moe_nvfp4.quantize.importance import Importance, layer_importance, linear_importance
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.base import HfQuantizer
 
 from moe_nvfp4.calibrate import observe
@@ -31,8 +32,8 @@ from moe_nvfp4.integrations.huggingface.converters import choose_linears, model_
 from moe_nvfp4.integrations.huggingface.experts import (
     HALF_SWAPPED,
     HFExperts,
-    ModuleLayout,
-    dense_experts,
+    assigned,
+    dense_forward,
     experts_for,
     find_experts,
     keep_hooks,
@@ -44,6 +45,7 @@ from moe_nvfp4.integrations.huggingface.layerwise import check_ids, reads_ids, u
 from moe_nvfp4.integrations.huggingface.offload import keep_experts_on_cpu
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
 from moe_nvfp4.integrations.huggingface.ready import prepare_model
+from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout, dense_experts, is_of_library
 from moe_nvfp4.integrations.placement import check_cpu_experts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.prepared import computes_parameters
@@ -270,16 +272,11 @@ def _check_here(name: str, module: nn.Module) -> None:
             f"{name}: torch.compile has made a program of this module by itself, which would go on with the dense "
             "weights: swap first and then compile. The model is as it was"
         )
-    own = {key: vars(module)[key] for key in ("_old_forward", "forward", "_apply_gate") if key in vars(module)}
-    if "_old_forward" in own:  # accelerate's hooks call it
-        own.pop("forward")
-    for key, function in own.items():
-        if getattr(function, "__func__", None) is not getattr(type(module), key.removeprefix("_old_"), None):
-            raise ValueError(
-                f"{name}: {key.removeprefix('_old_')} was assigned to this module, and 4-bit weights would not run it: "
-                "assign it after swapping, or put it into a hook (register_forward_hook), which swapping keeps. The "
-                "model is as it was"
-            )
+    if function := assigned(module):
+        raise ValueError(
+            f"{name}: {function} was assigned to this module, and 4-bit weights would not run it: assign it after "
+            "swapping, or put it into a hook (register_forward_hook), which swapping keeps. The model is as it was"
+        )
     for p in module.parameters():
         if isinstance(p, DTensor):
             raise ValueError(
@@ -299,6 +296,14 @@ def _check_here(name: str, module: nn.Module) -> None:
 def _check_weights(name: str, module: nn.Module, layout: ModuleLayout) -> None:
     """ValueError unless `_quantized` can quantize the experts `module`."""
     _check_here(name, module)
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    function = ALL_EXPERTS_FUNCTIONS.get(chosen, dense_forward)
+    if layout.call == "routed" and function is not dense_forward and not is_of_library(function):
+        raise ValueError(
+            f"{name}: the model runs its experts by {chosen!r}, a function of your own, and 4-bit experts would not "
+            "call it: model.set_experts_implementation('eager') first, and put what it does into a hook "
+            "(register_forward_hook). The model is as it was"
+        )
     for e, matrices in enumerate(dense_experts(module, layout)):
         for part, matrix in zip((layout.up_name, "down_proj"), matrices, strict=True):
             finite = matrix.isfinite()

@@ -74,10 +74,11 @@ def run(args: argparse.Namespace) -> None:
 def _keep_config(source: dict[str, Any], file: Path) -> None:
     """Put the `source`'s config, with the new quantization_config, in place of the one that transformers wrote: this
     has the form of its version, in which older programs do not find rope_theta, and take their default."""
+    from moe_nvfp4.quantize.files import write_text
     from moe_nvfp4.quantize.plan import config_of_new_files
 
     written = json.loads(file.read_text("utf-8"))
     if written.get("architectures") != source.get("architectures"):
         return  # a part of the source, whose config is another
     new = config_of_new_files(source, written["quantization_config"], written.get("dtype"))
-    file.write_text(json.dumps(new, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    write_text(file, json.dumps(new, indent=2, ensure_ascii=False) + "\n")

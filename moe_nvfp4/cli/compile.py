@@ -131,7 +131,8 @@ def _experts(model: Any, top_ks: Iterable[int], args: argparse.Namespace) -> lis
     """(experts on meta, top_k) for each kind of layer in `model`."""
     from dataclasses import replace
 
-    from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
+    from moe_nvfp4.integrations.huggingface.experts import HFExperts
+    from moe_nvfp4.integrations.huggingface.recognise import describe
 
     awq = (model.config.to_dict().get("quantization_config") or {}).get("quant_algo") == "NVFP4_AWQ"
     layers = {}

@@ -12,7 +12,7 @@ from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_exclude, add_json, c
 from moe_nvfp4.cli.output import say, show_json, table
 
 if TYPE_CHECKING:
-    from moe_nvfp4.integrations.huggingface.experts import ModuleLayout
+    from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout
     from moe_nvfp4.quantize.layouts import ExpertLayout
 
 T = TypeVar("T", bound=Hashable)

@@ -10,10 +10,18 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import TextIO
 
+from moe_nvfp4.quantize.files.headers import named_errors
+
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file; an error names it, also that of a full disk."""
+    with named_errors(path):
+        path.write_text(text, "utf-8")
 
 
 class StagingDir:

@@ -1,6 +1,7 @@
 """Gradients through 4-bit layers: against autograd through dequantized float64 experts, one token and one slot at a
 time."""
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -239,6 +240,30 @@ def test_a_bias_alone_is_trained(name):
         layer(x, ids, p).square().sum().backward()
         found.append(getattr(layer, name).grad)
     assert found[0].any() and torch.equal(*found)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_new_parameter_over_the_same_memory_counts(trains):
+    """The usual way to train a parameter, or to freeze it: the record of an earlier call has another one."""
+    x, ids, p = batch(torch.float32)
+    layer = random_layer(E, H, I, bias=torch.float32)
+    linear = NVFP4Linear(H, I, bias=torch.float32)
+    linear.weight_sf.data.fill_(0x38)
+    for module, name, call in (
+        (layer, "down_proj_bias", lambda: layer(x, ids, p)),
+        (linear, "bias", lambda: linear(x)),
+    ):
+        getattr(module, name).requires_grad_(not trains)
+        want = call().detach()
+        setattr(module, name, nn.Parameter(getattr(module, name).data, requires_grad=trains))
+        y = call()
+        assert torch.equal(y, want) and y.requires_grad == trains
+        if trains:
+            y.sum().backward()
+            assert getattr(module, name).grad.any()
+    layer.down_proj_global_scale = nn.Parameter(layer.down_proj_global_scale.data, requires_grad=trains)
+    with pytest.raises(NotImplementedError, match="scales of 4-bit weights have requir") if trains else nullcontext():
+        layer(x, ids, p)
 
 
 @pytest.mark.parametrize("activations", ["nvfp4", "nvfp4_four_over_six"])

@@ -18,7 +18,8 @@ from torch import nn
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.integrations.huggingface import swap_experts
-from moe_nvfp4.integrations.huggingface.experts import HFExperts, describe
+from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.recognise import describe
 from tests.common import THRESHOLDS, relative_error
 
 MODELS = Path(transformers.__file__).parent / "models"

@@ -28,8 +28,8 @@ from moe_nvfp4.integrations.huggingface.calibration import (
     model_importance,
     tokenizer_at,
 )
-from moe_nvfp4.integrations.huggingface.experts import describe
 from moe_nvfp4.integrations.huggingface.gptq import convert_gptq
+from moe_nvfp4.integrations.huggingface.recognise import describe
 from moe_nvfp4.integrations.huggingface.statistics import expert_rows
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.importance import layer_importance, load_importance, save_importance

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import prune
 from transformers import AutoConfig, AutoModel, FineGrainedFP8Config, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.models.aria.modeling_aria import AriaExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeForCausalLM
 
 from moe_nvfp4.integrations.huggingface import (
     MoeNvfp4Config,
@@ -38,10 +39,12 @@ from tests.models import (
     SMALL,
     aria,
     as_bytes,
+    dbrx,
     folder,
     gemma4,
     gpt_oss,
     granite,
+    llama4,
     load,
     logits,
     make,
@@ -49,6 +52,7 @@ from tests.models import (
     nemotron_h,
     qwen3_moe,
     same_tensors,
+    step3p7,
     tensors,
 )
 
@@ -249,6 +253,40 @@ def test_hooks_stay_where_a_layer_is_replaced():
     assert relative_error(logits(model), hooked) > 0.01 and seen == ["Qwen3MoeExperts"]
 
 
+def test_hooks_of_a_models_class_stay_while_it_loads(tmp_path):
+    """And what else it assigns to modules that become 4-bit is refused, from dense and from 4-bit files."""
+    calls = []
+
+    class Hooked(Qwen3MoeForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            layer = self.model.layers[1]
+            for module in (layer.mlp.experts, layer.self_attn.q_proj):
+                module.register_forward_hook(lambda m, args, y: calls.append(type(m).__name__) or y / 2)
+
+    class Assigned(Qwen3MoeForCausalLM):
+        which = "mlp.experts"
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.layers[1].get_submodule(self.which).forward = lambda *args: args[0]
+
+    config = MoeNvfp4Config(linears="attention")
+    source = folder(tmp_path, qwen3_moe, dtype=torch.float32)
+    load(source, torch.float32, quantization_config=config).save_pretrained(tmp_path / "nvfp4")
+    for path, given in ((source, {"quantization_config": config}), (tmp_path / "nvfp4", {})):
+        model = Hooked.from_pretrained(path, dtype=torch.float32, **given).eval()
+        found = logits(model)
+        assert calls == ["NVFP4Linear", "HFExperts"]
+        assert relative_error(logits(dense_twin(model)), found) < 1e-5
+        calls.clear()
+        for Assigned.which in ("mlp.experts", "self_attn.q_proj"):
+            with pytest.raises(
+                NotImplementedError, match=f"layers.1.{Assigned.which}: the model's class assigns forward"
+            ):
+                Assigned.from_pretrained(path, dtype=torch.float32, **given)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["forward", "_apply_gate"])
 def test_functions_of_a_single_module_are_refused_or_run(name):
@@ -345,6 +383,39 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused():
         swap_experts(model, progress=False)
     swap_experts(model, exclude="model.layers.1.*", progress=False)
     assert kinds(model) == ["HFExperts", "Doubled"]
+    model = make(qwen3_moe)
+    model.model.layers[1].mlp.experts.__class__ = type(
+        "Called", (Qwen3MoeExperts,), {"__call__": lambda self, *a: a[0]}
+    )
+    with pytest.raises(NotImplementedError, match="Called has a __call__ of its own"):
+        swap_experts(model, progress=False)
+
+
+@pytest.mark.parametrize("family", [dbrx, llama4, qwen3_moe, step3p7], ids=lambda f: f.__name__)
+def test_a_class_whose_forward_was_patched_is_refused(family, monkeypatch):
+    """Before swapping; some classes are known by their names."""
+    model = make(family)
+    changed = next(type(m) for m in model.modules() if type(m).__name__.endswith("Experts"))
+    monkeypatch.setattr(changed, "forward", lambda self, *args: args[0])
+    with pytest.raises(NotImplementedError, match=f"{changed.__name__} has a forward of its own"):
+        swap_experts(model, progress=False)
+    monkeypatch.undo()
+    swap_experts(model, progress=False)
+
+
+def test_an_experts_implementation_of_the_users_is_refused(monkeypatch):
+    monkeypatch.setitem(
+        ALL_EXPERTS_FUNCTIONS, "mine", lambda self, x, ids, p: grouped_mm_experts_forward(self, x, ids, p / 2)
+    )
+    model = make(qwen3_moe)
+    model.set_experts_implementation("mine")
+    with pytest.raises(
+        ValueError, match="layers.0.mlp.experts: the model runs its experts by 'mine', a function of yo"
+    ):
+        swap_experts(model, progress=False)
+    for name in ("batched_mm", "eager"):
+        model.set_experts_implementation(name)
+        swap_experts(copy.deepcopy(model), progress=False)
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "activation"])
@@ -375,6 +446,43 @@ class Centred(Qwen3MoeExperts):
     def _apply_gate(self, gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act_fn(gate) * (up - up.mean(-1, keepdim=True))
+
+
+class Dropped(Qwen3MoeExperts):
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return nn.functional.dropout(self.act_fn(gate / self.temperature) * up, 0.5, self.training)
+
+
+class Scaled(nn.SiLU):
+    factor = 1.0
+
+    def forward(self, x):
+        return super().forward(self.factor * x)
+
+
+def test_a_gate_that_reads_more_than_its_activation_runs_unfused(tmp_path):
+    """What it reads may change: here the mode, which is recognised in evaluation, and numbers of the user's own."""
+    model = make(qwen3_moe, torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.experts.__class__, layer.mlp.experts.temperature = Dropped, 1.0
+    model.model.layers[0].mlp.experts.act_fn = Scaled()
+    swap_experts(model, progress=False)
+    twin, before = dense_twin(model), logits(model)
+    for m in (model, twin):
+        for layer in m.model.layers:
+            layer.mlp.experts.temperature = 3.0
+        m.model.layers[0].mlp.experts.act_fn.factor = 0.5
+    assert relative_error(logits(model), logits(twin)) < 1e-5 < 1e-2 < relative_error(logits(twin), before)
+    assert relative_error(logits(dense_twin(model)), logits(twin)) < 1e-5
+
+    def trained(m):
+        torch.manual_seed(0)
+        return m.train()(IDS).logits.detach()
+
+    assert (
+        relative_error(trained(model), trained(twin)) < 1e-5 < 1e-2 < relative_error(trained(twin), logits(twin.eval()))
+    )
 
 
 @pytest.mark.parametrize("own", [ByChannel, Centred, "interleaved"])
@@ -464,10 +572,11 @@ def test_hooks_on_the_activation_function_are_called(family):
     assert torch.equal(logits(model), hooked) and relative_error(logits(twin), hooked) < 1e-5
     for ours, theirs in zip(seen[: len(handles)], seen[len(handles) :], strict=True):
         assert relative_error(ours, theirs) < 1e-5
-    for m in experts(model) + experts(twin):
-        m.act_fn._forward_hooks.clear()
-        m.act_fn.forward = MethodType(lambda self, x: x.tanh(), m.act_fn)
-    assert relative_error(logits(model), logits(twin)) < 1e-5
+    for function in (lambda self, x: x.tanh(), nn.Tanh.forward):
+        for m in experts(model) + experts(twin):
+            m.act_fn._forward_hooks.clear()
+            m.act_fn.forward = MethodType(function, m.act_fn)
+        assert relative_error(logits(model), logits(twin)) < 1e-5 < relative_error(logits(twin), plain)
     for m in experts(model):  # as transformers' use_kernels does: faster, and the same
         m.act_fn.forward = MethodType(type(m.act_fn).forward, m.act_fn)
     assert torch.equal(logits(model), plain) and experts(model)[0].gate.kind != "raw"

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -201,6 +202,22 @@ def test_a_disk_without_room_for_the_lock_is_not_a_converter_at_work(tmp_path, m
         full.setattr(os, "write", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
         converted(source, tmp_path / "x")
     same_files(converted(source, tmp_path / "x"), converted(source, tmp_path / "y"))
+
+
+def test_a_disk_that_is_full_when_weights_are_written_is_named(tmp_path, monkeypatch):
+    source, wrote = folder(tmp_path / "a", experts(E=2)), Path.write_text
+    whole = converted(source, tmp_path / "y")
+
+    def write_text(path, *args):
+        if path.name == "config.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return wrote(path, *args)
+
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left on device: '.*config.json'"):
+        full.setattr(Path, "write_text", write_text)
+        converted(source, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    same_files(converted(source, tmp_path / "x"), whole)
 
 
 def test_a_destination_that_another_converter_has_finished(tmp_path, monkeypatch):
