@@ -302,13 +302,13 @@ def check_form(name: str, dtype: torch.dtype | None, info: QuantizationInfo | No
 
 
 def check_folder(
-    folder: str | os.PathLike, info: QuantizationInfo | None, before: str | os.PathLike, activations: str | None = None
+    folder: str | os.PathLike, info: QuantizationInfo | None, before: str | os.PathLike, made_for: str | None = None
 ) -> None:
     """`check_form` of all tensors of a folder, by their headers; and ValueError if they differ in shape from those of
     the folder `before`, if a matrix that is NVFP4 there is not, or if the files were made for other activations. Either
     may be no folder of safetensors.
 
-    activations  those that the server was told to use, whatever the files were made for
+    made_for  the activations of the files with which the server was started; None: it was told which to use
     """
     opened = lambda path: open_checkpoint(path) if any(Path(path).glob("*.safetensors")) else None
     if (new := opened(folder)) is None or not (tensors := new.tensors):
@@ -317,6 +317,8 @@ def check_folder(
         check_form(name, TORCH_DTYPES.get(stored.dtype), info)
     if info is not None:
         _check_scales(tensors, info.dialect)
+    if made_for not in (None, now := _activations(new.config)):
+        raise ValueError(f"{folder} was made for activations {now!r}, and the files for {made_for!r} {OTHER}")
     if (server := opened(before)) is None or not server.tensors:
         return
     for name, old in server.tensors.items():
@@ -325,10 +327,6 @@ def check_folder(
         if name in tensors and tensors[name].shape != old.shape:
             shapes = list(tensors[name].shape), list(old.shape)
             raise ValueError(f"{name} is {shapes[0]} in {folder}, and {shapes[1]} in {before}, {OTHER}")
-    if info is not None and activations is None:
-        now, then = (_activations(files.config) for files in (new, server))
-        if now != then:
-            raise ValueError(f"{folder} was made for activations {now!r}, and {before} for {then!r}, {OTHER}")
 
 
 def _activations(config: Mapping[str, Any]) -> str | None:

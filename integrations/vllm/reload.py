@@ -105,10 +105,14 @@ def _checking(reload: Callable[..., None]) -> Callable[..., None]:
                 )
             if weights_iterator is not None:
                 weights_iterator = checked(weights_iterator, config.info)
-            elif weights_path is not None:
+            else:
                 model = self.vllm_config.model_config
-                check_others(weights_path, self.vllm_config.load_config.load_format)
-                check_folder(weights_path, config.info, model.model, told(model.hf_config).get("activations"))
+                folder = model.model if weights_path is None else weights_path  # it may hold other files by now
+                check_others(folder, self.vllm_config.load_config.load_format)
+                made_for = None
+                if config.info is not None and "activations" not in told(model.hf_config):
+                    made_for = config.activations or config.info.activations
+                check_folder(folder, config.info, model.model, made_for)
         reload(self, weights_iterator, weights_path, is_checkpoint_format)
 
     reload_weights.checks = True  # type: ignore[attr-defined]

@@ -183,7 +183,7 @@ def test_other_forms(dense, tmp_path):
         / "one": r"0\.down_proj\.weight comes as dense, and .*0\.down_proj is NVFP4 of modelopt in the files with",
         tmp_path
         / "dialect-4": r"weight_global_scale comes as NVFP4 of compressed-tensors, and .* is NVFP4 of modelopt",
-        tmp_path / "w4a4-4": r"w4a4-4 was made for activations 'nvfp4', and .*mine-4 for 'bf16', with which",
+        tmp_path / "w4a4-4": r"w4a4-4 was made for activations 'nvfp4', and the files for 'bf16' with which",
         tmp_path / "all-4": r"lm_head\.weight_scale_2 comes as NVFP4 of modelopt, and lm_head is dense in the files",
         tmp_path / "experts-4": r"experts-4 lacks .*\.k_proj\.weight_scale_2, which .*mine-4 has",
         tmp_path / "small-4": r"0\.down_proj\.weight is \[128, 16\] in .*small-4, and \[128, 32\] in .*mine-4",
@@ -191,6 +191,13 @@ def test_other_forms(dense, tmp_path):
     for path, message in refused.items():
         with pytest.raises(ValueError, match=f"{message}.*start the server again"):
             load_again(llm, weights_path=str(path))
+    (tmp_path / "mine-4").rename(tmp_path / "kept")
+    (tmp_path / "w4a4-4").rename(tmp_path / "mine-4")  # the server's own folder has other files by now
+    for options in ({}, {"weights_path": str(tmp_path / "mine-4")}):
+        with pytest.raises(ValueError, match="mine-4 was made for activations 'nvfp4', and the files for 'bf16' with"):
+            load_again(llm, **options)
+    (tmp_path / "mine-4").rename(tmp_path / "w4a4-4")
+    (tmp_path / "kept").rename(tmp_path / "mine-4")
     assert ours(llm) == before and ask(llm) == answers
     with pytest.raises(ValueError, match="comes as NVFP4 of compressed-tensors"):
         load_again(llm, weights_iterator=iter(tensors(tmp_path / "dialect-4").items()))
