@@ -31,6 +31,7 @@ from moe_nvfp4.layer import ExpertsLayer
 from moe_nvfp4.mapped import Matrix, StandIn, table
 from moe_nvfp4.ops import Adapters, refuse_transforms
 from moe_nvfp4.prepared import Packed, Prepared, autocast, check_plain, made_for
+from moe_nvfp4.routing import local_ids
 from moe_nvfp4.weights import ExpertWeights
 
 _CPU = torch.device("cpu")
@@ -169,7 +170,7 @@ class NVFP4Experts(ExpertsLayer):
         if not self.on_cpu or hidden_states.device == (here := self._here("down_proj").device):
             return super().forward(hidden_states, top_k_index, top_k_weights, adapters, adapter, expert_map)
         if expert_map is not None:
-            top_k_index = expert_map[top_k_index]
+            top_k_index = local_ids(top_k_index, expert_map)
         inputs = hidden_states, top_k_index, top_k_weights
         x, fused = autocast(hidden_states), self._hooks(adapters).fused
         if fused and not _wants_gradients(x, top_k_weights, *self._biases):

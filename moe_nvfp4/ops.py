@@ -19,7 +19,7 @@ from moe_nvfp4 import stages
 from moe_nvfp4.backends import Problem, Selected, named_on, selected
 from moe_nvfp4.checks import check_layer, check_linear, check_map
 from moe_nvfp4.door import define, differentiate, layer_op, like, no_gradients, present, refuse_gradient, saved
-from moe_nvfp4.routing import Groups, group_by_expert
+from moe_nvfp4.routing import Groups, group_by_expert, local_ids
 from moe_nvfp4.stages import Adapter, down, joined, scaled, up
 from moe_nvfp4.weights import ExpertWeights, LinearWeights, read_spec
 
@@ -213,16 +213,16 @@ def run_experts(
         raise ValueError(
             "the gate of these weights is 'raw', the model's own: pass own_gate, a function of GEMM 1's output"
         )
-    training = torch.is_grad_enabled()
-    if training and (x.requires_grad or p.requires_grad or _trained(w.w13.bias) or _trained(w.w2.bias)):
+    if training := torch.is_grad_enabled():
         refuse_scales(w.w13.gate_scale, w.w13.global_scale, w.w2.global_scale, w.x_scale, w.h_scale)
+    if training and (x.requires_grad or p.requires_grad or _trained(w.w13.bias) or _trained(w.w2.bias)):
         direct = False
     else:
         direct = not torch.compiler.is_compiling() and type(x) is Tensor and not (x.is_meta or _watched())
     b13, b2 = w.w13.bias, w.w2.bias
     maps = () if expert_map is None else (expert_map,)
     if expert_map is not None and not (hooks.fused and direct and named_on(backend, x.device).maps):
-        ids, maps = expert_map[ids], ()
+        ids, maps = local_ids(ids, expert_map), ()
     if hooks.fused and not direct:
         return experts(x, ids, p, b13, b2, w.biased(None, None).tensors(), w.spec(backend))
     check_layer(x, ids, p, w)

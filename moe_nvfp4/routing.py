@@ -180,6 +180,12 @@ def group_by_expert(
     return Groups(order.to(torch.int32), offsets, top_k, None, parts, bare)
 
 
+def local_ids(top_k_index: Tensor, expert_map: Tensor) -> Tensor:
+    """The numbers of experts here, of ids that are those of all: expert_map[id], and -1 (not here) for -1."""
+    ids = top_k_index.int()
+    return torch.where(ids < 0, ids, expert_map[ids.clamp(min=0)])
+
+
 def check_ids(top_k_index: Tensor) -> None:
     """The rank and dtype of expert ids, as `group_by_expert` says."""
     if top_k_index.dim() != 2:

@@ -159,6 +159,11 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         written = DIALECTS[self.dialect].write(self.ignore, self.says_static, own, __version__, self.pre_quant_scale)
         return {**self.unknown, **written}
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of the dictionary in config.json: transformers asks so the config of a model that is in memory, which
+        from_pretrained(folder, config=model.config) gives it."""
+        return self.to_dict().get(key, default)
+
     def get_loading_attributes(self) -> dict[str, Any]:
         """For transformers, which sets these attributes of the config that a folder's config.json says: the fields that
         the user gave, and which quantizer is to load the folder. `resolve` takes them from there."""

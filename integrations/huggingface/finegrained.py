@@ -48,6 +48,7 @@ ATTRIBUTES = (
     "has_bias", "holds_interleaved_gate_up", "has_post_expert_norm", "post_expert_norm", "act_fn", "swiglu_alpha",
     "swiglu_limit", "_is_expert_parallel", "_moe_operands", "expert_linear", "_apply_gate",
 )  # fmt: skip
+NUMBERS = "swiglu_alpha", "swiglu_limit", "limit", "gate_softcap", "up_softcap"  # what a gate may compute with
 INSTEAD = "load the model with quantization_config=MoeNvfp4Config(), whose experts can"
 
 
@@ -239,8 +240,9 @@ def _norm(module: Any) -> nn.Module | None:
 
 def _computes(module: Any) -> tuple:
     """All that the layer depends on, besides its weights."""
-    own = vars(module).get("_apply_gate"), changes(module)
-    return own, module.act_fn, module.swiglu_alpha, module.swiglu_limit, _norm(module), module.activation_format
+    said = vars(module)
+    own = *map(said.get, NUMBERS), said.get("_apply_gate"), changes(module)
+    return own, module.act_fn, _norm(module), module.activation_format
 
 
 def _check_own(module: Any) -> None:

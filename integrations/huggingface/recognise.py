@@ -27,7 +27,8 @@ from moe_nvfp4.quantize.layouts.base import interleave_rows, split_rows
 from moe_nvfp4.quantize.layouts.stacked import STEP
 from moe_nvfp4.weights import Gate
 
-GATE = ("act_fn", "limit", "alpha", "_apply_gate")  # how the names of attributes end that a gate computes with
+# how the names of attributes end that a gate computes with
+GATE = ("act_fn", "limit", "alpha", "softcap", "_apply_gate")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from moe_nvfp4.backends import Device, Problem, explain
 from moe_nvfp4.integrations.placement import no_gpu
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
-from moe_nvfp4.integrations.vllm.loading import NO_AWQ, check_files, dense_names
+from moe_nvfp4.integrations.vllm.loading import NO_AWQ, check_files, dense_names, folder_of
 from moe_nvfp4.integrations.vllm.placement import Placement
 from moe_nvfp4.integrations.vllm.unwritten import Converted
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
@@ -225,7 +225,7 @@ class MoeNvfp4Config(QuantizationConfig):
         returned. Raises what a conversion does."""
         from moe_nvfp4.integrations.vllm import engine
 
-        folder = model_name if os.path.isdir(model_name) else engine.download(model_name, revision)
+        folder = folder_of(model_name, revision)
         options = Options(self.recipe, self.exclude, activations=self.activations or "bf16", device="cpu")
         self.converted = Converted(folder, options)
         coming = self.converted.open().checkpoint

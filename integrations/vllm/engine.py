@@ -439,15 +439,6 @@ def experts_here(layer: RoutedExperts, count: int) -> list[int]:
     return [places[i] for i in range(count)]
 
 
-def download(model: str, revision: str | None) -> str:
-    """The folder of a model on the Hub, with its config and its safetensors files."""
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(
-        model, revision=revision, allow_patterns=["*.safetensors", "*.json"], ignore_patterns="*/*"
-    )
-
-
 def check_load_format(name: str, form: str | None, model: Model) -> None:
     """ValueError if vLLM's own loader would read the files of `model`, which are of another format, MXFP4 or FP8."""
     if form is None:

@@ -301,6 +301,20 @@ def check_form(name: str, dtype: torch.dtype | None, info: QuantizationInfo | No
         )
 
 
+def folder_of(model: str, revision: str | None, cache: str | None = None) -> str:
+    """The folder of a model: its own, or one with the config and the safetensors files that the Hub has under its name.
+
+    cache  vLLM's --download-dir
+    """
+    if os.path.isdir(model) or "://" in model:  # object storage, from which vLLM streams
+        return model
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(
+        model, revision=revision, cache_dir=cache, allow_patterns=["*.safetensors", "*.json"], ignore_patterns="*/*"
+    )
+
+
 def check_folder(
     folder: str | os.PathLike, info: QuantizationInfo | None, before: str | os.PathLike, made_for: str | None = None
 ) -> None:

@@ -24,6 +24,7 @@ from moe_nvfp4.integrations.vllm.unwritten import Converted
 from moe_nvfp4.ops import Adapters
 from moe_nvfp4.quantize.dialects import Dialect
 from moe_nvfp4.ready import prepare
+from moe_nvfp4.routing import local_ids
 from moe_nvfp4.weights import is_quantized
 
 KINDS = ("weight", "sf", "global_scale", "input_scale")
@@ -218,7 +219,9 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         expert_map = layer.expert_map  # -1 for experts of other ranks: their slots are skipped
         if self.lora is not None:
-            return self.lora.routed(x, topk_ids if expert_map is None else expert_map[topk_ids], topk_weights)
+            return self.lora.routed(
+                x, topk_ids if expert_map is None else local_ids(topk_ids, expert_map), topk_weights
+            )
         return layer.nvfp4(x, topk_ids, topk_weights, self.adapters, expert_map=expert_map)
 
 

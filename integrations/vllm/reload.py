@@ -20,7 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.config import told
-from moe_nvfp4.integrations.vllm.loading import check_folder, check_others, checked
+from moe_nvfp4.integrations.vllm.loading import check_folder, check_others, checked, folder_of
 
 PACKAGE = "vllm.model_executor.model_loader.reload"
 RUNNERS = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
@@ -106,9 +106,10 @@ def _checking(reload: Callable[..., None]) -> Callable[..., None]:
             if weights_iterator is not None:
                 weights_iterator = checked(weights_iterator, config.info)
             else:
-                model = self.vllm_config.model_config
-                folder = model.model if weights_path is None else weights_path  # it may hold other files by now
-                check_others(folder, self.vllm_config.load_config.load_format)
+                model, load = self.vllm_config.model_config, self.vllm_config.load_config
+                where = (weights_path, None) if weights_path is not None else (model.model, model.revision)
+                folder = folder_of(*where, load.download_dir)  # the server's own may hold other files by now
+                check_others(folder, load.load_format)
                 made_for = None
                 if config.info is not None and "activations" not in told(model.hf_config):
                     made_for = config.activations or config.info.activations

@@ -313,11 +313,12 @@ def test_sentinels_duplicates_and_zero_weights(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("T", [1, 40, 700])
 def test_expert_map(T, dtype, device):
-    """Ids of seven experts, four of which are here: as four experts whose slots are -1 elsewhere."""
-    expert_map = torch.tensor([-1, 2, 0, -1, 3, 1, -1], dtype=torch.int32)
+    """Ids of seven experts, four of which are here: as four experts whose slots are -1 elsewhere. An id of -1 stays."""
+    expert_map = torch.tensor([-1, 2, 0, -1, 3, 1, 2], dtype=torch.int32)
     layer = make()
     x, ids, p = batch(T, 7, 3, 64)
-    here, x = expert_map[ids], x.to(dtype)
+    ids[0, 0] = ids[-1, 1] = -1
+    here, x = torch.where(ids < 0, -1, expert_map[ids]), x.to(dtype)
     expected = naive_moe(x, here.long(), p, layer.weights)  # before Hopper's kernels bring them into their own order
     y = layer(x, ids, p, expert_map=expert_map)
     assert torch.equal(y, layer(x, here, p)) and y.any()
@@ -326,6 +327,7 @@ def test_expert_map(T, dtype, device):
         assert torch.equal(layer(asked, ids, p, expert_map=expert_map), y)
         layer.post_expert_norm = torch.nn.Identity()
         y = layer(asked, here, p)
+    assert torch.equal(layer(x, ids.to(torch.int8), p, expert_map=expert_map), y)
     with pytest.raises(TypeError, match="expert_map is torch.int64, expected int32"):
         layer(x, ids, p, expert_map=expert_map.long())
 

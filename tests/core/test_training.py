@@ -474,8 +474,9 @@ def test_scales_are_not_trained():
     for module, args in ((linear(), ()), (layer, (ids, p)), (layer, (ids, p, adapters))):
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in ("weight_global_scale", "down_proj_global_scale"))
-        with pytest.raises(NotImplementedError, match=r"scales of 4-bit weights have requires_grad.*requires_grad_\(F"):
-            module(leaf(x, x.dtype), *args).sum().backward()
+        for rows in (x, leaf(x, x.dtype)):  # a layer above may have all the other gradients
+            with pytest.raises(NotImplementedError, match=r"scales of 4-bit .*have requires_grad.*requires_grad_\(F"):
+                module(rows, *args)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

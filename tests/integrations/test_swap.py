@@ -759,6 +759,15 @@ def test_an_exclude_that_matches_nothing_is_named(tmp_path):
 
 
 # ---------------------------------------------------------------- fields
+def test_the_config_of_a_model_in_memory_loads_another(tmp_path):
+    model = swap_experts(make(qwen3_moe, torch.float32), linears="attention", progress=False)
+    set_activations(model, "nvfp4").save_pretrained(tmp_path / "saved")
+    again = type(model).from_pretrained(tmp_path / "saved", config=model.config, dtype=torch.float32).eval()
+    assert torch.equal(logits(again), logits(model))
+    set_activations(again, "bf16")
+    assert model.config.quantization_config.activations == "nvfp4", "each has a config of its own"
+
+
 def test_unknown_fields_are_refused_with_the_nearest(tmp_path):
     for field, near in (("activation", "activations"), ("excludes", "exclude"), ("recipes", "recipe")):
         with pytest.raises(TypeError, match=f"has no field '{field}' .did you mean '{near}'..; it has"):

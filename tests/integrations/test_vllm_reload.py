@@ -167,7 +167,7 @@ def test_two_ranks(dense, tmp_path):
             same(rank, want)
 
 
-def test_other_forms(dense, tmp_path):
+def test_other_forms(dense, tmp_path, monkeypatch):
     """A folder is refused before anything is replaced; tensors are when they come."""
     small = folder(tmp_path, tiny(intermediate=32), "small")
     forms = {"mine": {"linears": "attention"}, "experts": {}, "dialect": {"dialect": "compressed-tensors"},
@@ -191,6 +191,9 @@ def test_other_forms(dense, tmp_path):
     for path, message in refused.items():
         with pytest.raises(ValueError, match=f"{message}.*start the server again"):
             load_again(llm, weights_path=str(path))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path / name))
+    with pytest.raises(ValueError, match="w4a4-4 was made for activations 'nvfp4'"):
+        load_again(llm, weights_path="w4a4-4")  # a name on the Hub
     (tmp_path / "mine-4").rename(tmp_path / "kept")
     (tmp_path / "w4a4-4").rename(tmp_path / "mine-4")  # the server's own folder has other files by now
     for options in ({}, {"weights_path": str(tmp_path / "mine-4")}):
