@@ -121,8 +121,7 @@ def convert_checkpoint(
         names = _write_small_files(place.files, todo, others)
         if card is not None:
             names.add(write_card(report, card, place.files).name)
-        if checkpoint.state() != state:
-            raise ValueError(f"{source} changed while it was read: run the same command again")
+        checkpoint.check_state(state)
         place.publish(names)
     report.seconds = time.perf_counter() - began
     return report

@@ -141,6 +141,7 @@ def export_gguf(
         raise ValueError(f"{destination} exists: name a file that does not, or remove it first")
     reader = _open(gguf, base, any_architecture)
     checkpoint = open_checkpoint(folder)
+    state = checkpoint.state()
     info, files = nvfp4_files(checkpoint)
     # a file may allow 4-bit activations; where only some layers were made for them, all stay exact
     activations = checkpoint.own.get("activations", "bf16" if info.mixed else info.activations)
@@ -173,6 +174,7 @@ def export_gguf(
                 writer.write_tensor_data(data)
                 bar.update(data.nbytes)
         writer.close()
+        checkpoint.check_state(state)
         os.replace(work, destination)
     finally:
         writer.close()

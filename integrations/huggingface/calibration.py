@@ -193,7 +193,7 @@ def streamed_importance(
     linears: Iterable[str] | None = None,
 ) -> Importance:
     """`files_importance` of a model that is read from `files`. linears: names of those to measure (default: all)."""
-    modules = dense_modules(files.model, exclude)
+    modules, state = dense_modules(files.model, exclude), files.checkpoint.state()
     name, _ = decoder_layers(files.model, modules)
     layers = files.use_layers(name)
     walk, sums = LayerWalk(files.model, layers, batches, files.device), SquareSums()
@@ -212,6 +212,7 @@ def streamed_importance(
     found = sums.importance()
     measured = f"{files.checkpoint.folder}, {sum(ids.numel() for ids in batches)} tokens"
     tied_to = fingerprint(files.checkpoint.tensors), settings(files.model.config)
+    files.checkpoint.check_state(state)
     return Importance(found.layers, measured, *tied_to, found.linears)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -210,29 +210,46 @@ class MtpTensors:
 
     names  of the tensors
     dense  those that are dense matrices, without `.weight`
-    files  of the checkpoint
+    files  of the checkpoint: path -> its size and time when the model was loaded
     convert  whether the files are of another format, of which a conversion makes dense tensors
     """
 
     names: tuple[str, ...] = ()
     dense: frozenset[str] = frozenset()
-    files: tuple[str, ...] = ()
+    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     convert: bool = False
 
+    def lost(self) -> str | None:
+        """Why the tensors cannot be read; None: they can."""
+        for path, before in self.files.items():
+            if not Path(path).is_file():
+                return f"{path}, which the model was loaded from, is gone"
+            if _size_and_time(path) != before:
+                return f"{path}, which the model was loaded from, holds something else now"
+        return None
+
     def read(self) -> dict[str, Tensor]:
-        """Copies of the tensors by name; copies, as the files may be overwritten. KeyError for a missing tensor."""
+        """Copies of the tensors by name; copies, as the files may be overwritten."""
         found: dict[str, Tensor] = {}
-        if self.convert and all(Path(path).is_file() for path in self.files):
-            source = open_checkpoint(Path(self.files[0]).parent)
+        if self.convert:
+            source = open_checkpoint(Path(next(iter(self.files))).parent)
             found = unwritten(source, Options("max", device="cpu")).make(self.names)  # dense with any recipe
         for path in self.files:
-            if Path(path).is_file():
-                with safe_open(path, "pt") as file:
-                    here = set(self.names).difference(found).intersection(file.keys())
-                    found |= {name: file.get_tensor(name).clone() for name in here}
-        if missing := set(self.names) - found.keys():
-            raise KeyError(min(missing))
+            with safe_open(path, "pt") as file:
+                here = set(self.names).difference(found).intersection(file.keys())
+                found |= {name: file.get_tensor(name).clone() for name in here}
         return found
+
+    def written(self, folder: str | os.PathLike) -> MtpTensors:
+        """The same, after the model was saved in `folder`, which may be where it was loaded from."""
+        home = Path(folder).resolve()
+        new = {p: _size_and_time(p) for p in self.files if Path(p).parent.resolve() == home and Path(p).is_file()}
+        return replace(self, files={**self.files, **new})
+
+
+def _size_and_time(path: str | os.PathLike) -> tuple[int, int]:
+    stat = os.stat(path)
+    return stat.st_size, stat.st_mtime_ns
 
 
 def layers_of(model: Any) -> int | None:
@@ -250,7 +267,7 @@ def mtp_tensors(
     names = [name for name in tensors if is_mtp(name, layers) and any(p.search(name) for p in patterns)]
     dense = [n for n in names if tensors[n].dtype in DENSE and len(tensors[n].shape) == 2]
     stems = frozenset(n.removesuffix(".weight") for n in dense)
-    return MtpTensors(tuple(names), stems, tuple(map(str, files)), convert)
+    return MtpTensors(tuple(names), stems, {str(path): _size_and_time(path) for path in files}, convert)
 
 
 def report_unused(model: Any, found: CheckpointLayout, mtp: MtpTensors) -> None:

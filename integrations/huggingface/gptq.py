@@ -204,8 +204,7 @@ def gptq_files(
         if i < len(layers):
             files.drop(i)
             begun.keep(i, quantizer)
-    if files.checkpoint.state() != state:
-        raise ValueError(f"{source} changed while it was read: run the same command again")
+    files.checkpoint.check_state(state)
     begun.drop_states()
     return _report(batches, modules, {module: codes.rows(name_in_files[module]) for module in modules})
 

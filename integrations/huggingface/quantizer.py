@@ -434,11 +434,13 @@ class MoeNvfp4Quantizer(HfQuantizer):
         assert self._model is not None, "the model calls it"
         model: Any = self._model()
         check_format(model, kwargs)
-        self._given = state_dict
+        self._given, here = state_dict, self.mtp.lost() is None
         try:
             type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **kwargs)
         finally:
             self._given = None
+        if here:
+            self.mtp = self.mtp.written(save_directory)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
         """What is saved: the state dict that was given, or the model's (None: it alone), with multi-token prediction
@@ -454,16 +456,14 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 f"{len(lost)} tensors of multi-token prediction layers are not saved ({lost[0]}, ...), because "
                 "transformers would rename them: generate(use_mtp=True) needs the original"
             )
-        try:
-            read = self.mtp.read()
-            return state | {key: read[name] for name, key in keys.items() if key is not None}, {}
-        except KeyError as error:
+        if why := self.mtp.lost():
             logger.warning(
-                f"{len(self.mtp.names)} tensors of multi-token prediction layers are not saved ({error.args[0]}, ...), "
-                f"because {self.mtp.files[0]}, which the model was loaded from, is gone: generate(use_mtp=True) needs "
-                "the original"
+                f"{len(self.mtp.names)} tensors of multi-token prediction layers are not saved ({self.mtp.names[0]}, "
+                f"...), because {why}: generate(use_mtp=True) needs the original"
             )
             return alone, {}
+        read = self.mtp.read()
+        return state | {key: read[name] for name, key in keys.items() if key is not None}, {}
 
     def _look_again(self, model: Any) -> None:
         """Find out what is 4-bit now, and how it is computed: a user may have replaced 4-bit modules by dense ones,

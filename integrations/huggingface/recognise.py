@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 from types import MethodType
@@ -199,40 +199,48 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = 
     has hooks. source_class: the class whose gate it is, if not that of `module`.
 
     Configs mislead (gpt-oss and MiniMax-M3 say "silu" and mean SwiGLU-OAI). So candidates are built from the
-    module's attributes, and compared with the module's own function on probe values far beyond every clamp. A gate that
-    reads more than `GATE` runs unfused: what it reads may change later (dropout in training).
+    attributes that the module's gate reads, and compared with it on probe values far beyond every clamp. A user's own
+    gate or activation runs unfused, and so does one that reads more than `GATE`: it may depend on what changes later
+    (dropout in training), or differ where it is not probed.
     """
-    act = _activation(module)
-    if changes(module)[1] or "_apply_gate" in vars(module) or act is not None and not is_of_library(act):
-        return Gate("raw", gated=layout.gated)
-    own_class, read = source_class or type(module), set[str]()
+    raw, act, own_class = Gate("raw", gated=layout.gated), _activation(module), source_class or type(module)
+    own = [f for f in (act, getattr(own_class, "_apply_gate", None)) if f is not None]
+    if changes(module, source_class)[1] or "_apply_gate" in vars(module) or not all(map(is_of_library, own)):
+        return raw
+    read = set[str]()
     seen: Any = _Reading(module, read) if hasattr(own_class, "_apply_gate") else module
-    probe = torch.cat([torch.linspace(-30, 30, 121, device="cpu"), torch.linspace(-3, 3, 61, device="cpu")]).float()
-    limits = {float(v) for v in _attributes(module, "limit") if v and v > 0} | {inf}
-    alphas = {float(v) for v in _attributes(module, "alpha") if v} | {1.0}
-    if layout.gated:
-        rows = torch.cartesian_prod(probe, probe).T  # [gate, up], [2, probes^2]
-        candidates = [
-            Gate(kind, alpha, limit, offset, after)
-            for limit in sorted(limits)
-            for kind, alpha in [*(("silu", a) for a in sorted(alphas)), ("gelu_tanh", 1.0)]
-            for offset in (0.0, 1.0)
-            for after in (False, True)
-        ]
-    else:
-        rows = probe[None]
-        candidates = [Gate("relu2", gated=False)]
-    # As I = 2 channels [probes / 2, 2I]: a gate of its own may treat them differently, or take others for gate and up
-    concatenated = torch.cat([row.view(2, -1) for row in rows]).T.contiguous()
+
+    def computed(rows: Tensor) -> Tensor:
+        return own_gate(seen, own_class, layout, rows).float()
+
     with torch.no_grad(), torch.device("cpu"):
         try:
-            expected = own_gate(seen, own_class, layout, concatenated).float()
+            computed(torch.zeros(1, 4 if layout.gated else 2))
         except Exception:  # a gate with parameters, which runs unfused
-            return Gate("raw", gated=layout.gated)
-        for gate in candidates if all(name.endswith(GATE) for name in read) else ():
+            return raw
+        if not all(name.endswith(GATE) for name in read):
+            return raw
+        values = {name: getattr(module, name) for name in read if isinstance(getattr(module, name), (int, float))}
+        limits = {float(v) for name, v in values.items() if name.endswith("limit") and v > 0} | {inf}
+        alphas = {float(v) for name, v in values.items() if name.endswith("alpha") and v} | {1.0}
+        beyond = [sign * scale * limit for limit in limits - {inf} for scale in (0.99, 1.01, 2) for sign in (-1, 1)]
+        probe = torch.cat([torch.linspace(-30, 30, 121), torch.linspace(-3, 3, 61), torch.tensor([*beyond, 0.0])])
+        probe = probe[len(probe) % 2 :].float()
+        rows = torch.cartesian_prod(probe, probe).T if layout.gated else probe[None]  # [gate, up], [2, probes^2]
+        # As I = 2 channels [probes / 2, 2I]: a gate may treat them differently, or take others for gate and up
+        concatenated = torch.cat([row.view(2, -1) for row in rows]).T.contiguous()
+        expected = computed(concatenated)
+        for gate in _candidates(limits, alphas) if layout.gated else (Gate("relu2", gated=False),):
             if torch.allclose(gate(concatenated), expected, rtol=1e-5, atol=1e-6):
                 return gate
-    return Gate("raw", gated=layout.gated)
+    return raw
+
+
+def _candidates(limits: Iterable[float], alphas: Iterable[float]) -> Iterator[Gate]:
+    for limit in sorted(limits):
+        for kind, alpha in [*(("silu", a) for a in sorted(alphas)), ("gelu_tanh", 1.0)]:
+            for offset in (0.0, 1.0):
+                yield from (Gate(kind, alpha, limit, offset, after) for after in (False, True))
 
 
 class _Reading:
@@ -250,12 +258,6 @@ def is_of_library(function: Any) -> bool:
     """Whether a function or module is one of torch or transformers: a user's own may depend on more than its input."""
     made_by = type(function) if isinstance(function, nn.Module) else getattr(function, "func", function)
     return str(getattr(made_by, "__module__", None)).partition(".")[0] in ("torch", "transformers")
-
-
-def _attributes(module: nn.Module, ending: str) -> Iterator[float]:
-    for name, value in vars(module).items():
-        if name.endswith(ending) and isinstance(value, (int, float)):
-            yield value
 
 
 def changes(module: Any, source_class: Any = None) -> tuple:

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> None:
     text = text_of(args)
     source = Path(folder(args.model))
     files = open_checkpoint(source)
+    state = files.state()
     others, left_out = other_files(files)
     if (card := source / "README.md") in others:
         others.remove(card)
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> None:
         _keep_config(files.config, place.files / "config.json")
         copy_files(others, source, place.files)
         surplus = surplus_of(files)
+        files.check_state(state)
         place.publish()
     if surplus:
         some = ", ".join(surplus[:3]) + (", ..." if len(surplus) > 3 else "")

@@ -152,7 +152,9 @@ class Checkpoint:
     def state(self) -> list:
         """A fingerprint of the files that does not read all of them: sizes in bytes, modification times in ns, and one
         sha256 of the first and last bytes of all tensors, which may change where sizes and times do not."""
-        stats = [(f.name, f.stat()) for f in (*self.files, self.folder / "config.json")]
+        of_tensors = dict.fromkeys(t.file for t in self.tensors.values())  # where no folder was opened
+        files = (*self.files, self.folder / "config.json") if self.files else of_tensors
+        stats = [(f.name, f.stat()) for f in files]
         ends = hashlib.sha256()
         for path, tensors in groupby(self.tensors.values(), lambda t: t.file):  # one at a time: there may be thousands
             with open(path, "rb", buffering=0) as file:
@@ -161,6 +163,12 @@ class Checkpoint:
                         file.seek(at)
                         ends.update(file.read(min(ENDS, t.size)))
         return [*([name, s.st_size, s.st_mtime_ns] for name, s in stats), ends.hexdigest()]
+
+    def check_state(self, before: list) -> None:
+        """ValueError unless the files are what they were when `before` was their `state`."""
+        if self.state() != before:
+            where = self.folder if self.files else next(iter(self.tensors.values())).file.parent
+            raise ValueError(f"{where} changed while it was read: run the same command again")
 
 
 def sub_configs(config: Mapping) -> list[Mapping]:

