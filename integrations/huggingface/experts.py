@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ HALF_SWAPPED = (
 
 def empty_like(module: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Module:
     """A module like `module` whose parameters are zeros, in `dtype` (default: their own). It shares the config, and has
-    no hooks of accelerate."""
+    no hooks of accelerate, and no program that torch made of `module`."""
     new = type(module).__new__(type(module))
     nn.Module.__init__(new)
-    hooks = {"forward", "_hf_hook", "_old_forward"}  # attached by accelerate
-    for name in vars(module).keys() - vars(new).keys() - hooks:
-        setattr(new, name, getattr(module, name))
+    bound = {"forward", "_hf_hook", "_old_forward", "_compiled_call_impl"}
+    for name in vars(module).keys() - vars(new).keys() - bound:
+        setattr(new, name, bound_to(new, module, getattr(module, name)))
     new.train(module.training)
     for name, p in module.named_parameters(recurse=False):
         zeros = torch.zeros_like(p, device=device, dtype=dtype, memory_format=torch.contiguous_format)
@@ -47,6 +48,11 @@ def empty_like(module: nn.Module, device: torch.device | str, dtype: torch.dtype
         has_weights = next(child.parameters(), None) is not None
         new.add_module(name, empty_like(child, device, dtype) if has_weights else child)
     return new
+
+
+def bound_to(new: nn.Module, old: nn.Module, value: Any) -> Any:
+    """`value`, an attribute of `old`, for `new`: a method of the former becomes one of the latter."""
+    return MethodType(value.__func__, new) if isinstance(value, MethodType) and value.__self__ is old else value
 
 
 def assigned(module: nn.Module) -> str | None:
@@ -71,10 +77,18 @@ def refuse_assigned(module: nn.Module, name: str) -> None:
 
 
 def keep_hooks(new: nn.Module, old: nn.Module) -> nn.Module:
-    """`new`, which replaces `old`, with the hooks that were registered on that. Their handles remove them as before."""
+    """`new`, which replaces `old`, with the hooks that were registered on that, and those of a user's that accelerate
+    calls. Handles of the former remove them as before."""
     vars(new).update(
         {name: hooks for name, hooks in vars(old).items() if re.match(r"_(is_full_)?(for|back)ward_", name)}
     )
+    hook = vars(old).get("_hf_hook")
+    hooks = [h for h in getattr(hook, "hooks", (hook,)) if h and not type(h).__module__.startswith("accelerate.")]
+    if hooks:
+        from accelerate.hooks import add_hook_to_module
+
+        for h in hooks:
+            add_hook_to_module(new, h, append=True)
     return new
 
 
@@ -99,7 +113,7 @@ class HFExperts(NVFP4Experts):
         # transformers' parallel styles, and the module's own gate, read these
         self.copied = [name for name in vars(source) if not name.startswith("_") and not hasattr(self, name)]
         for name in self.copied:
-            setattr(self, name, vars(source)[name])
+            setattr(self, name, bound_to(self, source, vars(source)[name]))
         for name, child in source.named_children():
             if not any(True for _ in child.parameters()) or name == "post_expert_norm":
                 setattr(self, name, child)
@@ -210,7 +224,7 @@ class HFExperts(NVFP4Experts):
             for name in (self.up_name, "down_proj") if layout.bias is not None else ():
                 getattr(dense, f"{name}_bias").data[e] = layout.stored(f"{name}_bias", p[f"{name}_bias"][e])
         for name in (*dict(self.named_children()), *self.copied):  # as they are now
-            setattr(dense, name, getattr(self, name))
+            setattr(dense, name, bound_to(dense, self, getattr(self, name)))
         return keep_hooks(dense.train(self.training), self)
 
 

@@ -69,6 +69,11 @@ def check_savable(model: Any, state: Mapping[str, Tensor] | None = None) -> None
             check_plain(m, name)
         if isinstance(m, HFExperts):
             experts[name] = m
+            if (last := name.rpartition(".")[2]) != "experts":
+                raise NotImplementedError(
+                    f"{name}: files name a 4-bit expert MODULE.experts.0.up_proj, and this module is called {last!r}, "
+                    "so nothing would read them: call it `experts` in the model's class"
+                )
             _check_codes(name, m, m.up_name, "down_proj")
         elif isinstance(m, NVFP4Linear):
             _check_codes(name, m, "weight")

@@ -13,6 +13,7 @@ import vllm
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from vllm import envs
 from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.config.load import LoadConfig
 from vllm.distributed import get_ep_group
@@ -200,6 +201,7 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
     adapter  experts get an adapter
     """
     moe, name = layer.moe_config, layer.layer_name
+    _refuse_modes(name)
     parallel, lora = moe.moe_parallel_config, get_current_vllm_config().lora_config
     if parallel.enable_eplb:
         raise NotImplementedError(
@@ -243,8 +245,26 @@ def refuse(layer: RoutedExperts, dense: bool = False, adapter: bool = False) -> 
         )
 
 
+def _refuse_modes(name: str) -> None:
+    """NotImplementedError for what vLLM's own layers do and 4-bit ones do not: results that no other request changes,
+    and weights that stay in the host's memory."""
+    config = get_current_vllm_config()
+    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        raise NotImplementedError(
+            f"{name}: VLLM_BATCH_INVARIANT=1: kernels of 4-bit layers depend on how many tokens there are, and so does "
+            "the last bit of a result: unset it, or serve the dense model"
+        )
+    offload = getattr(config, "offload_config", None)
+    if offload is not None and (offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size):
+        raise NotImplementedError(
+            f"{name}: --cpu-offload-gb and --offload-group-size do not find 4-bit weights, which would stay on the "
+            """GPU: leave them out, and keep experts on the CPU by --hf-overrides '{"moe_nvfp4": {"cpu_experts": N}}'"""
+        )
+
+
 def refuse_linear(name: str) -> None:
-    """ValueError if options choose kernels of vLLM's for 4-bit linears, of which `name` runs on this library's."""
+    """ValueError or NotImplementedError if vLLM is set up in a way that the 4-bit linear `name` does not support."""
+    _refuse_modes(name)
     kernels = get_current_vllm_config().kernel_config
     chosen = {"--linear-backend": getattr(kernels, "linear_backend", "auto")}
     for form, backend in (getattr(kernels, "linear_backend_per_quant", None) or {}).items():

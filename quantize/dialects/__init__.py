@@ -72,7 +72,13 @@ def read_config(config: Mapping, hf_quant_config: Mapping | None = None) -> Quan
     try:
         info = None if dialect is None else dialect.read(q, hf)
         if info is not None:
-            _check_own(q.get("moe_nvfp4") or {})
+            _check_own(own := q.get("moe_nvfp4") or {})
+            if own.get("input_scale") and info.activations == "bf16":
+                raise ValueError(
+                    "config.json says W4A16 (quant_algo, input_activations), and under moe_nvfp4, which this library "
+                    "reads, that there are static activation scales: for W4A16 make input_scale false and activations "
+                    '"bf16" there, too, else put back what was changed'
+                )
         return info
     except (AttributeError, KeyError, TypeError) as error:  # not the structure that the tools write
         raise ValueError(

@@ -9,6 +9,7 @@ from types import MethodType
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
@@ -251,6 +252,51 @@ def test_hooks_stay_where_a_layer_is_replaced():
     for handle in handles:
         handle.remove()
     assert relative_error(logits(model), hooked) > 0.01 and seen == ["Qwen3MoeExperts"]
+
+
+class Half(ModelHook):
+    def post_forward(self, module, output):
+        return output / 2
+
+
+def test_hooks_that_accelerate_calls_stay():
+    model = make(qwen3_moe, torch.float32)
+    plain = logits(swap_experts(copy.deepcopy(model), linears="attention", progress=False))
+    for layer in model.model.layers:
+        for module in (layer.mlp.experts, layer.self_attn.q_proj):
+            add_hook_to_module(module, Half())
+    hooked = logits(swap_experts(model, linears="attention", progress=False))
+    assert relative_error(hooked, plain) > 0.05
+    assert relative_error(logits(dense_twin(model)), hooked) < 1e-5
+    for layer in model.model.layers:
+        remove_hook_from_module(layer.mlp.experts)
+        remove_hook_from_module(layer.self_attn.q_proj)
+    assert torch.equal(logits(model), plain)
+
+
+def test_experts_that_were_compiled_in_place_do_not_come_back():
+    """Dequantized, they are the 4-bit ones', and nothing holds the original."""
+    model = make(qwen3_moe, torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.experts.compile(backend="eager")
+    logits(model)
+    original = weakref.ref(model.model.layers[0].mlp.experts)
+    expected = logits(swap_experts(model, progress=False))
+    assert relative_error(logits(model.dequantize()), expected) < 1e-5
+    torch.compiler.reset()
+    gc.collect()
+    assert original() is None
+
+
+def test_experts_of_a_name_that_nothing_reads_are_not_saved(tmp_path):
+    model = make(qwen3_moe)
+    model.model.layers[1].mlp.bank = model.model.layers[1].mlp.__dict__["_modules"].pop("experts")
+    swap_experts(model, progress=False)
+    with pytest.raises(
+        NotImplementedError, match=r"layers\.1\.mlp\.bank: files name a 4-bit expert"
+    ):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_hooks_of_a_models_class_stay_while_it_loads(tmp_path):

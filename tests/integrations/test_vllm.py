@@ -996,17 +996,35 @@ ALL = SimpleNamespace(target_modules=None)
         (dict(on_input=True), "router weights on the input, with 2"),
         (dict(width=32), "100 channels.*2 ranks"),
         (dict(backend="marlin"), "--moe-backend marlin.*leave it out"),
+        (dict(invariant="1"), "VLLM_BATCH_INVARIANT=1: kernels of 4-bit layers depend on how many.*unset it"),
+        (dict(offload=4), "--cpu-offload-gb.*do not find 4-bit weights.*cpu_experts"),
+        (dict(groups=2), "--offload-group-size do not find"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(monkeypatch, changes, text):
-    def layer(lora=None, fused=0, on_input=False, width=50, dbo=False, backend="auto", **changes):
+    def layer(
+        lora=None,
+        fused=0,
+        on_input=False,
+        width=50,
+        dbo=False,
+        backend="auto",
+        invariant="0",
+        offload=0,
+        groups=0,
+        **changes,
+    ):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
         plain = dict(enable_eplb=False, use_all2all_kernels=False, all2all_backend="", use_ag_rs_all2all_kernels=False,
                      dp_size=1, pcp_size=1, is_sequence_parallel=False)  # fmt: skip
         parallel = SimpleNamespace(**plain | changes)
         moe = SimpleNamespace(moe_parallel_config=parallel, experts_per_token=2, intermediate_size=100, tp_size=2,
                               intermediate_size_per_partition=width, moe_backend=backend)  # fmt: skip
+        weights = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=offload),
+                                  prefetch=SimpleNamespace(offload_group_size=groups))  # fmt: skip
         monkeypatch.setattr(engine, "get_current_vllm_config", lambda: SimpleNamespace(
-            lora_config=lora, parallel_config=SimpleNamespace(use_ubatching=dbo)))  # fmt: skip
+            lora_config=lora, parallel_config=SimpleNamespace(use_ubatching=dbo), offload_config=weights,
+            kernel_config=None))  # fmt: skip
         return SimpleNamespace(moe_config=moe, layer_name="layer", activation=SimpleNamespace(value="silu"),
                                apply_router_weight_on_input=on_input,
                                expert_map_manager=SimpleNamespace(num_fused_shared_experts=fused))  # fmt: skip
@@ -1018,6 +1036,9 @@ def test_what_is_not_built_is_refused_by_name(monkeypatch, changes, text):
     monkeypatch.setattr(vllm, "__version__", changes.pop("older", "0.33.0"))
     with pytest.raises((NotImplementedError, ValueError), match=f"layer: .*{text}"):
         engine.refuse(layer(**changes), adapter=adapter)
+    if changes.keys() & {"invariant", "offload", "groups"}:
+        with pytest.raises(NotImplementedError, match=f"q_proj: .*{text}"):
+            engine.refuse_linear("q_proj")
 
 
 # ---------------------------------------------------------------- vLLM without the plug-in
