@@ -154,6 +154,7 @@ class ExpertsLayer(Prepared):
                     f"{name} of expert {e} is on {matrix.device}, the layer's on {getattr(self, name).device}: the "
                     "meta device holds no numbers; load the weights, or give the layer memory (to_empty(device=...))"
                 )
+        self.as_read()
         self.unpack()
         tensors: dict[str, Tensor] = {}
         for name, matrix, columns in ((self.up_name, w13, importance[0]), ("down_proj", w2, importance[1])):

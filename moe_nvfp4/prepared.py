@@ -69,6 +69,7 @@ class Prepared(FP32Scales):
     """
 
     _packed: Packed | None = None
+    _merged_by: tuple[Any, ...] = ()  # the layers of adapters whose calls have merged these into the weights (PEFT)
     _captured = False  # whether a CUDA graph reads the weights, which will not follow if they move in memory
     _problem: Callable[..., Any]  # what `selected` takes
     _prepare_for: Callable[[Selected], None]
@@ -165,6 +166,11 @@ class Prepared(FP32Scales):
                 stacklevel=3,
             )
 
+    def as_read(self) -> None:
+        """Undo what calls of adapters' layers have merged, before the weights are read or written past these."""
+        for layer in self._merged_by:
+            layer.as_read()
+
     def unpack(self) -> None:
         """Bring the weights back into the checkpoint's bytes."""
         self._changed()  # what `_last` has holds the weights
@@ -252,6 +258,7 @@ class Prepared(FP32Scales):
 
     def _save_to_state_dict(self, *args: Any) -> None:
         with changing:
+            self.as_read()
             if not (split := self._split):
                 self.unpack()
             super()._save_to_state_dict(*args)
@@ -299,6 +306,8 @@ class Prepared(FP32Scales):
                     args[-1].append(str(error))  # error_msgs
                     return
         with changing:
+            if given:
+                self.as_read()
             if given and self._split:
                 self._changed()
                 state_dict = {**state_dict, **{prefix + name: t for name, t in self._to_split(given)}}

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.dialects import read_config
-from moe_nvfp4.quantize.files import write_text
+from moe_nvfp4.quantize.files import Checkpoint, write_text
+from moe_nvfp4.quantize.layouts.stacked import STACKS
 from moe_nvfp4.quantize.report import ConversionReport, readable_size, readable_snr
 from moe_nvfp4.quantize.verify import VerificationReport
 
@@ -109,9 +110,10 @@ def write_card(report: ConversionReport, source: str, folder: Path, verified: Ve
 
 def misread_by(folder: Path) -> list[str]:
     """A line for each program that silently misreads the new files in `folder`, with a remedy (docs/checkpoints.md)."""
-    q = json.loads((folder / "config.json").read_text("utf-8"))["quantization_config"]
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    q, types = config["quantization_config"], Checkpoint(folder, config, {}).types
     info = read_config(q)
-    return [] if info is None else info.dialect.misread_by(q)
+    return [] if info is None else info.dialect.misread_by(q, any(t in STACKS or t == "dbrx" for t in types))
 
 
 def _languages(found: Any) -> Any:

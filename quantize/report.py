@@ -72,7 +72,7 @@ class ConversionReport:
     def cast_lines(self) -> Iterator[str]:
         """What became of MXFP4 matrices, if this run did all of it."""
         if self.cast.matrices and not self.resumed:
-            error = f"{self.cast.lost} of them with a relative error of {self.cast.relative:.3g}"
+            error = f"{self.cast.lost} of them with a relative error of at most {self.cast.relative:.3g}"
             lost = error if self.cast.lost else "none lost anything"
             yield f"  {self.cast.matrices:7d} MXFP4 matrices cast to NVFP4, {lost}"
 

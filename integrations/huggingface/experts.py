@@ -24,6 +24,7 @@ from moe_nvfp4.quantize.names import names_experts
 
 logger = logging.get_logger(__name__)
 IMPLEMENTATION = "moe_nvfp4"  # the experts implementation in the configs of 4-bit models
+FLAGS = "has_bias", "has_gate", "has_post_expert_norm", "is_concatenated", "is_transposed"  # of the decorated classes
 HALF_SWAPPED = (
     "swap_experts was interrupted: some experts are 4-bit, others dense, and nothing reads such files: call "
     "swap_experts again, which finishes the rest, then save"
@@ -115,7 +116,8 @@ class HFExperts(NVFP4Experts):
         for name in self.copied:
             setattr(self, name, bound_to(self, source, vars(source)[name]))
         for name, child in source.named_children():
-            if not any(True for _ in child.parameters()) or name == "post_expert_norm":
+            norm = name == "post_expert_norm"
+            if getattr(source, "has_post_expert_norm", False) if norm else not any(True for _ in child.parameters()):
                 setattr(self, name, child)
         if isinstance(mlp := getattr(source, "mlp", None), nn.Module):  # DBRX
             self.act_fn = mlp.activation_fn
@@ -128,17 +130,18 @@ class HFExperts(NVFP4Experts):
         self.half_swapped = False  # True while `swap_experts` works, and after it was interrupted
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in FLAGS and name in vars(self) and value != vars(self)[name]:
+            raise NotImplementedError(
+                f"{name} of 4-bit experts stays {vars(self)[name]}: it says how their weights are kept and called. "
+                "model.dequantize() makes dense experts, which follow it"
+            )
         super().__setattr__(name, value)
         if name.endswith(GATE) and "half_swapped" in vars(self):  # what the gate computes
             self.gate = recognise_gate(self, self.layout, self.source_class)
 
     def __getstate__(self) -> dict[str, Any]:
-        # a function that replaced another may have no name, and could not be pickled
+        # a function that replaced another may have no name, and could not be pickled; a copy looks again when called
         return {**super().__getstate__(), "changes": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.changes = changes(self, self.source_class)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self.half_swapped:
@@ -223,8 +226,16 @@ class HFExperts(NVFP4Experts):
             dense.down_proj.data[e] = layout.stored("down_proj", w2)
             for name in (self.up_name, "down_proj") if layout.bias is not None else ():
                 getattr(dense, f"{name}_bias").data[e] = layout.stored(f"{name}_bias", p[f"{name}_bias"][e])
-        for name in (*dict(self.named_children()), *self.copied):  # as they are now
+        if "_apply_gate" in vars(self) and not hasattr(self.source_class, "_apply_gate"):
+            raise NotImplementedError(
+                f"_apply_gate was assigned to 4-bit experts, and {self.source_class.__name__} has no such function: "
+                "delete it before, and give the dense module a forward of its own"
+            )
+        gate = (name for name in vars(self) if name.endswith(GATE))
+        for name in dict.fromkeys((*dict(self.named_children()), *self.copied, *gate)):  # as they are now
             setattr(dense, name, bound_to(dense, self, getattr(self, name)))
+        if hasattr(dense, "mlp"):
+            dense.mlp.activation_fn = self.act_fn
         return keep_hooks(dense.train(self.training), self)
 
 

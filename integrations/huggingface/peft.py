@@ -345,6 +345,8 @@ class _Merging:
             getattr(base, name).copy_(tensor)  # a backward pass that needs the bytes before will say so
         self.merged_adapters.extend(adapters)
         self._by_call, self._written = by_call, [] if by_call else self._digests(merged)
+        if by_call:
+            base._merged_by = (*base._merged_by, self)
 
     def _digests(self, names: Iterable[str]) -> list[int]:
         return [_digest(getattr(self.get_base_layer(), name)) for name in names]
@@ -370,6 +372,7 @@ class _Merging:
         if self.merged_adapters:
             base.unpack()
         self._by_call, self._written = False, []
+        base._merged_by = tuple(layer for layer in base._merged_by if layer is not self)
         while self.merged_adapters:
             self.merged_adapters.pop()
         for name, tensor in self.__dict__.pop("_before", {}).items():

@@ -128,7 +128,8 @@ def _check_calls(module: nn.Module, defined_in: Any) -> None:
 def _decorated(m: Any) -> ModuleLayout:
     up_name = "gate_up_proj" if m.has_gate else "up_proj"
     known = {f"{name}{end}" for name in (up_name, "down_proj") for end in ("", "_bias")[: 1 + m.has_bias]}
-    more = [n for n, _ in m.named_parameters() if n not in known and not n.startswith("post_expert_norm.")]
+    norm = "post_expert_norm." if getattr(m, "has_post_expert_norm", False) else "\0"
+    more = [n for n, _ in m.named_parameters() if n not in known and not n.startswith(norm)]
     more += [n for n, _ in m.named_buffers(recurse=False)]
     if more and {up_name, "down_proj"} <= m._parameters.keys():  # else they are parametrized, of which others tell
         raise NotImplementedError(

@@ -41,4 +41,5 @@ def run(args: argparse.Namespace) -> int:
         f"wrote {args.destination}: {report.matrices} matrices of {report.layers} layers, "
         f"{readable_size(report.before)} -> {readable_size(report.after)}, at most {report.error:.3f} from the base"
     )
+    say("note: this file is for llama.cpp; transformers' gguf_file= would read it without its global scales")
     return 0

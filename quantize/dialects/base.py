@@ -78,7 +78,7 @@ class Dialect(ABC):
         """The `kv_cache_scheme` for new files, from that of the source; None: there is no form for it."""
         return found
 
-    def misread_by(self, q: Mapping) -> list[str]:
+    def misread_by(self, q: Mapping, stacked: bool) -> list[str]:
         """A line for each program that silently misreads files with this config, with a remedy."""
         return []
 

@@ -89,6 +89,6 @@ class CompressedTensors(Dialect):
         # Numbers of bits; ModelOpt's names are of other formats. vLLM refuses a scheme without the first two keys
         return {"strategy": "tensor", "symmetric": True, **found} if isinstance(found, Mapping) else None
 
-    def misread_by(self, q: Mapping) -> list[str]:
+    def misread_by(self, q: Mapping, stacked: bool) -> list[str]:
         return ["transformers 5.24 by itself loads these experts with wrong numbers: "
                 "import moe_nvfp4.integrations.huggingface first"]  # fmt: skip

@@ -78,11 +78,15 @@ class ModelOpt(Dialect):
             return "moe_quant_algo" in q
         return modelopt_algo(q) in (*ALGOS, "MIXED_PRECISION")
 
-    def misread_by(self, q: Mapping) -> list[str]:
-        if q["quant_algo"] != "W4A16_NVFP4":
-            return []
-        return ["SGLang 0.5.23 on a Blackwell GPU takes these W4A16 weights for W4A4, with an activation scale of 1: "
-                "give it --moe-runner-backend marlin"]  # fmt: skip
+    def misread_by(self, q: Mapping, stacked: bool) -> list[str]:
+        found = []
+        if q["quant_algo"] == "W4A16_NVFP4":
+            found.append("SGLang 0.5.23 on a Blackwell GPU takes these W4A16 weights for W4A4, with an activation "
+                         "scale of 1: give it --moe-runner-backend marlin")  # fmt: skip
+        if stacked:  # else it refuses them
+            found.append("transformers 5.24 by itself does not find these experts, and runs the model with random "
+                         "ones: import moe_nvfp4.integrations.huggingface first")  # fmt: skip
+        return found
 
 
 def modelopt_algo(q: Mapping) -> str:

@@ -99,7 +99,8 @@ class ErrorSums:
 
 @dataclass
 class CastSums(ErrorSums):
-    """What became of MXFP4 matrices. The sums are of those that lost something. Threads may add at the same time.
+    """What became of MXFP4 matrices. The sums are of those lots of rows that lost something. Threads may add at the
+    same time.
 
     lost  how many of the `matrices` lost something
     """

@@ -265,6 +265,35 @@ def test_what_calls_merge_is_for_them_only():
     assert torch.equal(logits(mine.unload()), second)  # as with PEFT's own layers
 
 
+def test_weights_that_a_base_layer_is_given_by_itself():
+    """While a call has merged an adapter into it: they are merged in the next call, and are what stays without it."""
+    other, new = swapped(), (torch.randn(96, 64), torch.randn(64, 48))
+    with torch.no_grad():
+        for module in other.modules():
+            if hasattr(module, "load_expert"):
+                module.load_expert(1, *new)
+                module.load_expert(2, *new)
+
+    def changed(call_before):
+        torch.manual_seed(0)
+        model = get_peft_model(swapped(), config()).eval()
+        layers = [m for m in model.modules() if hasattr(m, "load_expert")]
+        before = [layer.state_dict()["down_proj"].clone() for layer in layers]
+        if call_before:
+            logits(model)
+            assert all(torch.equal(m.state_dict()["down_proj"], b) for m, b in zip(layers, before, strict=True))
+            logits(model)
+        layers[0].load_expert(2, *new)
+        layers[1].load_state_dict(other.model.layers[1].mlp.experts.state_dict())
+        return model
+
+    once, twice = changed(False), changed(True)
+    assert torch.equal(logits(twice), logits(once))
+    plain = twice.unload()
+    for mine, theirs in zip(plain.model.layers, once.unload().model.layers, strict=True):
+        assert torch.equal(mine.mlp.experts.down_proj, theirs.mlp.experts.down_proj)
+
+
 def test_a_graph_is_not_captured(monkeypatch):
     mine = get_peft_model(swapped(), config())
     monkeypatch.setattr("moe_nvfp4.integrations.huggingface.peft.capturing", lambda device: True)

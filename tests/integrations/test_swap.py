@@ -17,6 +17,7 @@ from torch.nn.utils import prune
 from transformers import AutoConfig, AutoModel, FineGrainedFP8Config, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeForCausalLM
 
 from moe_nvfp4.integrations.huggingface import (
@@ -292,9 +293,7 @@ def test_experts_of_a_name_that_nothing_reads_are_not_saved(tmp_path):
     model = make(qwen3_moe)
     model.model.layers[1].mlp.bank = model.model.layers[1].mlp.__dict__["_modules"].pop("experts")
     swap_experts(model, progress=False)
-    with pytest.raises(
-        NotImplementedError, match=r"layers\.1\.mlp\.bank: files name a 4-bit expert"
-    ):
+    with pytest.raises(NotImplementedError, match=r"layers\.1\.mlp\.bank: files name a 4-bit expert"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -588,6 +587,43 @@ def test_a_gate_that_is_changed_later_counts(family, name, value):
     assert isinstance(value, nn.SiLU) or relative_error(logits(twin), before) > 1e-3
 
 
+class Normed(Qwen3MoeExperts):
+    """With a norm that it does not call."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.post_expert_norm = nn.LayerNorm(config.hidden_size, elementwise_affine=False)
+
+
+def test_flags_of_the_class_are_read_and_stay(monkeypatch):
+    monkeypatch.setattr(modeling_qwen3_moe, "Qwen3MoeExperts", Normed)
+    model = make(qwen3_moe, torch.float32)
+    experts = swap_experts(copy.deepcopy(model), progress=False).model.layers[0].mlp.experts
+    assert type(model.model.layers[0].mlp.experts) is Normed and experts.post_expert_norm is None
+    for name in ("has_bias", "is_concatenated"):
+        setattr(experts, name, getattr(experts, name))
+        with pytest.raises(NotImplementedError, match=f"{name} of 4-bit experts stays .*dequantize"):
+            setattr(experts, name, not getattr(experts, name))
+    for layer in model.model.layers:  # with weights, which would be lost
+        layer.mlp.experts.post_expert_norm = nn.LayerNorm(layer.mlp.experts.hidden_dim)
+    with pytest.raises(NotImplementedError, match="Normed has post_expert_norm.weight, post_expert_norm.bias besides"):
+        swap_experts(model, progress=False)
+
+
+def test_an_activation_of_dbrx_that_is_set_later_is_kept():
+    """Its dense experts have it in a module inside. A gate that their class does not have cannot be."""
+    model = swap_experts(make(dbrx, torch.float32), progress=False)
+    before, experts = logits(model), [m for m in model.modules() if isinstance(m, HFExperts)]
+    for module in experts:
+        module.act_fn = nn.GELU(approximate="tanh")
+    changed = logits(model)
+    assert relative_error(changed, before) > 1e-3
+    assert relative_error(logits(dense_twin(model)), changed) < 1e-5
+    experts[0]._apply_gate = lambda rows: rows.chunk(2, dim=-1)[0]
+    with pytest.raises(NotImplementedError, match="_apply_gate was assigned to 4-bit experts, and DbrxExperts has no"):
+        model.dequantize()
+
+
 @pytest.mark.parametrize("what", ["gate", "activation"])
 def test_a_class_whose_gate_is_changed_later_counts(what, monkeypatch):
     """As libraries that patch classes do. A model that was pickled or copied in the meantime follows, too."""
@@ -600,7 +636,8 @@ def test_a_class_whose_gate_is_changed_later_counts(what, monkeypatch):
         "activation": lambda self, x: x.tanh(),
     }
     monkeypatch.setattr(changed, "_apply_gate" if what == "gate" else "forward", tanh[what])
-    assert relative_error(logits(model), logits(twin)) < 1e-5 < relative_error(logits(twin), before)
+    for followed in (copy.deepcopy(model), model):  # a copy of what has not been called since
+        assert relative_error(logits(followed), logits(twin)) < 1e-5 < relative_error(logits(twin), before)
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     monkeypatch.undo()
     assert relative_error(logits(copied), before) == relative_error(logits(model), before) == 0
