@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_nvfp4.format import E2M1_MAX, SF_VEC_SIZE, global_scale_for, pad_k
 from moe_nvfp4.quantize.dialects import QuantizationInfo
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, TensorView, sub_configs
-from moe_nvfp4.quantize.layouts import ErrorSums, ExpertLayout, Matrix, nvfp4
+from moe_nvfp4.quantize.layouts import ErrorSums, Matrix
 from moe_nvfp4.quantize.layouts.base import dense
 from moe_nvfp4.quantize.linears import fused_in_files
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE
@@ -89,8 +89,7 @@ def compare(
     _Names(checkpoint, source, info, ours, theirs).check()
     judged = _judge_all(source, ours, theirs)
     _check_bytes(source, ours, theirs)
-    fused = fused_in_files(source, judged.keys()) | _of_one_stack(checkpoint, info)
-    warnings = _check_errors(judged, source, str(own.get("recipe")), ours, theirs, fused)
+    warnings = _check_errors(judged, source, str(own.get("recipe")), ours, theirs)
     for name, weight in ours.dequantized.items():
         _check_fp8(name, weight, source, theirs)
     experts: dict[str, ErrorSums] = {}
@@ -296,30 +295,14 @@ def _worst(over: Tensor, norm: Tensor) -> tuple[int, float]:
     return at, float(relative.view(-1)[at])
 
 
-def _of_one_stack(checkpoint: Checkpoint, info: QuantizationInfo) -> dict[str, tuple[str, ...]]:
-    """matrix -> all those of its stack, itself included, where ModelOpt gave one global scale to all experts."""
-    found: dict[str, list[str]] = {}
-    for stem, matrix in nvfp4.read(checkpoint, info.dialect, input_scales=False).matrices.items():
-        if matrix.layout is ExpertLayout.STACKED_TRANSPOSED:
-            found.setdefault(matrix.names[info.dialect.global_scale], []).append(stem)
-    return {stem: tuple(stems) for stems in found.values() for stem in stems}
-
-
 def _check_errors(
-    judged: Mapping[str, _Judged],
-    source: Checkpoint,
-    recipe: str,
-    ours: ConversionPlan,
-    theirs: ConversionPlan,
-    fused: Mapping[str, tuple[str, ...]],
+    judged: Mapping[str, _Judged], source: Checkpoint, recipe: str, ours: ConversionPlan, theirs: ConversionPlan
 ) -> list[str]:
     """ValueError where a matrix or one of its blocks is farther from its original than its recipe can move it, or its
-    global scale does not follow from it. Returns a warning if matrices are too small for their global scale.
-
-    fused  matrix -> those with which it shares a global scale, itself included
-    """
+    global scale does not follow from it. Returns a warning if matrices are too small for their global scale."""
     last = ours.options.target.global_scale
-    expected = {stem: _expected(stem, fused[stem], judged, theirs) for stem in judged}
+    fused, unified = fused_in_files(source, judged.keys()), _unified(judged)
+    expected = {stem: _expected(stem, fused[stem], unified[stem], judged, theirs) for stem in judged}
     agree = Counter(rule for stem, rules in expected.items() for rule, values in rules.items()
                     if _equal(judged[stem].global_scale, values))  # fmt: skip
     rule, count = max(agree.items(), key=lambda item: item[1], default=("", 0))
@@ -360,20 +343,37 @@ def _check_errors(
             "(--exclude)"]  # fmt: skip
 
 
+def _unified(judged: Mapping[str, _Judged]) -> dict[str, list[_Judged]]:
+    """matrix -> those of its module, itself included, that have the same global scale: tools give one to all that read
+    the same rows (ModelOpt: a gate beside q, k and v), or to a stack of experts."""
+    groups: dict[tuple[str, float], list[_Judged]] = {}
+    found = {}
+    for stem, matrix in judged.items():
+        module = layer_of(stem) if layer_of(stem) != stem else stem.rpartition(".")[0]
+        found[stem] = groups.setdefault((module, matrix.global_scale), [])
+        found[stem].append(matrix)
+    return found
+
+
 def _expected(
-    stem: str, fused: Iterable[str], judged: Mapping[str, _Judged], theirs: ConversionPlan
+    stem: str,
+    fused: Iterable[str],
+    unified: Iterable[_Judged],
+    judged: Mapping[str, _Judged],
+    theirs: ConversionPlan,
 ) -> dict[str, list[float]]:
     """The global scales that a matrix may have: rule -> values, one for each dtype that a loader may have cast to.
 
-    Rules: that of an MXFP4 or NVFP4 source; of a recipe, for the largest magnitude of the matrices that share it
-    (`fused`), or its own.
+    Rules: that of an MXFP4 or NVFP4 source; of a recipe, for the largest magnitude of the matrices that servers fuse
+    with it (`fused`), of those that have the same one (`unified`), or its own.
     """
     group = [judged[s] for s in fused]
     given = [float(found.original.known_scale()) for found in group if found.original.global_scale is not None]
     rules = {"given": [max(given) or 1.0]} if given else {}
     if stem in theirs.carried:
         return rules | {"its own": [float(judged[stem].original.known_scale())]}
-    for alone, amax in ("", max(found.amax for found in group)), (" alone", judged[stem].amax):
+    largest_of = lambda matrices: max(found.amax for found in matrices)
+    for alone, amax in (("", largest_of(group)), (" alone", judged[stem].amax), (" unified", largest_of(unified))):
         largest = torch.tensor(amax, dtype=torch.float32)
         casts = [largest.to(dtype).float() for dtype in (torch.float32, torch.bfloat16, torch.float16)]
         for sf_max in {r.sf_max: None for r in REGISTRY}:

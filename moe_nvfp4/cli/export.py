@@ -6,7 +6,7 @@ import argparse
 
 from moe_nvfp4.cli.models import folder
 from moe_nvfp4.cli.options import Commands, check_writable, command, path
-from moe_nvfp4.cli.output import say
+from moe_nvfp4.cli.output import note, say
 
 
 def add(commands: Commands) -> None:
@@ -41,5 +41,5 @@ def run(args: argparse.Namespace) -> int:
         f"wrote {args.destination}: {report.matrices} matrices of {report.layers} layers, "
         f"{readable_size(report.before)} -> {readable_size(report.after)}, at most {report.error:.3f} from the base"
     )
-    say("note: this file is for llama.cpp; transformers' gguf_file= would read it without its global scales")
+    note("note: this file is for llama.cpp; transformers' gguf_file= would read it without its global scales")
     return 0

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from moe_nvfp4.integrations.huggingface import swap_experts
 from moe_nvfp4.quantize.gptq import quantize_gptq
-from moe_nvfp4.quantize.recipes import RECIPES
+from moe_nvfp4.quantize.recipes import RECIPES, quantize_matrix
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import config_of, converted, edit_config, experts, folder
 from tests.folders import change_config, fp8, fused, is_expert, is_linear, quantized
@@ -112,6 +112,26 @@ def flipped(files, name):
 
 
 DAMAGE = [times, without_row, swapped, flipped]
+
+
+def test_a_global_scale_that_a_tool_gave_to_more_matrices(tmp_path):
+    """ModelOpt: to all that read the same rows, of which servers fuse only some."""
+    source = dense(tmp_path / "source")
+    path, originals = converted(source, tmp_path / "new", linears="attention"), tensors(source)
+    files, scales = tensors(path), {}
+    for name in [n for n in files if n.endswith(("q_proj.weight_scale_2", "o_proj.weight_scale_2"))]:
+        module = name.rpartition("self_attn.")[0]
+        scales[module] = max(files[name], scales.get(module, torch.tensor(0.0)))
+    for name in [n for n in files if ".self_attn." in n and n.endswith("proj.weight_scale_2")]:
+        stem, scale = name.removesuffix(".weight_scale_2"), scales[name.rpartition("self_attn.")[0]]
+        codes, sf, _ = quantize_matrix(originals[f"{stem}.weight"], "mse", scale)
+        files |= {f"{stem}.weight": codes, f"{stem}.weight_scale": sf, name: scale.clone()}
+    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+    verify_checkpoint(path, source)
+    files[name] = files[name] * 1.3
+    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.\d\.self_attn\.\w_proj\.weight_scale_2 stands for"):
+        verify_checkpoint(path, source)
 
 
 @pytest.mark.slow
@@ -229,6 +249,12 @@ def test_input_scales_of_a_carried_folder(tmp_path):
         verify_checkpoint(path, source)
     config = config_of(path)
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    edit_config(path, **config)
+    with pytest.raises(
+        ValueError, match="W4A16.*and under moe_nvfp4.*static activation scales: for W4A16 make input_s"
+    ):
+        verify_checkpoint(path, source)
+    config["quantization_config"]["moe_nvfp4"].update(input_scale=False, activations="bf16")
     edit_config(path, **config)
     verify_checkpoint(path, source)
 

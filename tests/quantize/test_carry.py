@@ -196,7 +196,7 @@ def test_reciprocals_are_written_as_they_were_read():
         assert COMPRESSED_TENSORS.encode_scale(scale, kept[None]) == kept
         assert COMPRESSED_TENSORS.carry_scale(kept, COMPRESSED_TENSORS) == kept
         assert 1.0 / COMPRESSED_TENSORS.encode_scale(scale) == scale
-        assert 1.0 / COMPRESSED_TENSORS.encode_scale(scale, stored[None] * 2) == scale
+        assert 1.0 / COMPRESSED_TENSORS.encode_scale(scale, kept[None] * 2) == scale
 
 
 def test_reciprocals_keep_scales_where_float32_can():
