@@ -6,7 +6,7 @@ import argparse
 
 from moe_nvfp4.cli.models import folder
 from moe_nvfp4.cli.options import Commands, check_writable, command, path
-from moe_nvfp4.cli.output import note, say
+from moe_nvfp4.cli.output import say
 
 
 def add(commands: Commands) -> None:
@@ -14,7 +14,8 @@ def add(commands: Commands) -> None:
         commands, "export", run, "write a GGUF file for llama.cpp",
         "Put the experts and linears of the NVFP4 checkpoint SRC into a GGUF file, which llama.cpp computes with and "
         "cannot quantize. All else is that of --base, a GGUF file of the same model in any type, such as Q8_0. Each "
-        "matrix is compared with the one that it replaces.",
+        "matrix is compared with the one that it replaces. The file is for llama.cpp: transformers' gguf_file= reads it "
+        "without its global scales.",
     )  # fmt: skip
     sub.add_argument("source", metavar="SRC", help="folder or Hub name of a 4-bit checkpoint")
     sub.add_argument("destination", metavar="OUT.gguf", type=path, help="file to make; must not exist")
@@ -41,5 +42,4 @@ def run(args: argparse.Namespace) -> int:
         f"wrote {args.destination}: {report.matrices} matrices of {report.layers} layers, "
         f"{readable_size(report.before)} -> {readable_size(report.after)}, at most {report.error:.3f} from the base"
     )
-    note("note: this file is for llama.cpp; transformers' gguf_file= would read it without its global scales")
     return 0
