@@ -124,6 +124,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         self.conversions = Conversions({}, quantization_config.recipe, self.four_bit)
         self.mtp = MtpTensors()
         self._given: Mapping[str, Tensor] | None = None  # the argument state_dict, while a model is saved
+        self._own_save: Any = None  # a user's function in place of the model's save_pretrained, assigned before
         self._model: weakref.ref | None = None
         self._plan: LoadPlan | None = None  # while a model loads
         self._of_source: UnwrittenConverter | None = None  # while a model loads from files that are not NVFP4
@@ -283,6 +284,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         name_dense(model, config, experts, excluded, self.chosen, self.mtp)
         if isinstance(model, PreTrainedModel):
             model._get_resized_lm_head = self.resized_head
+            self._own_save = vars(model).get("save_pretrained", self._own_save)
             model.save_pretrained = self.save_pretrained
             for part in _models_inside(model):
                 if any(isinstance(m, (HFExperts, NVFP4Linear)) for m in part.modules()):
@@ -436,7 +438,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         check_format(model, kwargs)
         self._given, here = state_dict, self.mtp.lost() is None
         try:
-            type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **kwargs)
+            save = self._own_save or partial(type(model).save_pretrained, model)
+            save(save_directory, is_main_process, state_dict, *args, **kwargs)
         finally:
             self._given = None
         if here:
@@ -546,7 +549,11 @@ class MoeNvfp4Quantizer(HfQuantizer):
         kept = getattr(model, "_weight_conversions", None)
         for module in (model, *_models_inside(model)):
             for name in ("_get_resized_lm_head", "save_pretrained"):
-                vars(module).pop(name, None)
+                function = vars(module).get(name)  # ours, or a user's that was assigned later
+                if getattr(function, "__self__", None) is self or getattr(function, "func", None) is refuse_part:
+                    del vars(module)[name]
+        if self._own_save is not None and "save_pretrained" not in vars(model):
+            model.save_pretrained = self._own_save
         super().remove_quantization_config(model)
         if kept is not None:
             model._weight_conversions = kept

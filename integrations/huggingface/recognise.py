@@ -21,7 +21,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.integrations import moe
 
 from moe_nvfp4.experts import NVFP4Experts
-from moe_nvfp4.prepared import real_tensors
+from moe_nvfp4.prepared import computes_parameters, real_tensors
 from moe_nvfp4.quantize.layouts import dbrx
 from moe_nvfp4.quantize.layouts.base import interleave_rows, split_rows
 from moe_nvfp4.quantize.layouts.stacked import STEP
@@ -131,7 +131,15 @@ def _decorated(m: Any) -> ModuleLayout:
     norm = "post_expert_norm." if getattr(m, "has_post_expert_norm", False) else "\0"
     more = [n for n, _ in m.named_parameters() if n not in known and not n.startswith(norm)]
     more += [n for n, _ in m.named_buffers(recurse=False)]
-    if more and {up_name, "down_proj"} <= m._parameters.keys():  # else they are parametrized, of which others tell
+    if computes_parameters(m):  # of which others tell
+        more = []
+    elif missing := {up_name, "down_proj"} - m._parameters.keys():
+        raise NotImplementedError(
+            f"{type(m).__name__}.{min(missing)} is no parameter of its own, but computed: 4-bit experts would have the "
+            "result, and nothing could bring it back to what it is computed from. Leave it as it is with "
+            "exclude=['<its module name>']"
+        )
+    if more:
         raise NotImplementedError(
             f"{type(m).__name__} has {', '.join(more[:3])} besides the weights of transformers' "
             "use_experts_implementation, and 4-bit experts would lose it: put it into a module around the experts, or "

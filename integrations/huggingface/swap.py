@@ -35,6 +35,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
     assigned,
     dense_forward,
     experts_for,
+    experts_modules,
     find_experts,
     keep_hooks,
     refuse_elsewhere,
@@ -216,7 +217,16 @@ def _inside(model: Any) -> Any:
     """The transformers model inside `model`, which PEFT or torch.compile may have wrapped: the one that is saved."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model in memory is expected, got {model!r:.200}: load it first (from_pretrained)")
-    return unwrapped(model)
+    whole = unwrapped(model)
+    inside = {id(module) for module in whole.modules()}
+    of_4_bits = ((name, m) for name, m in model.named_modules() if isinstance(m, (HFExperts, NVFP4Linear)))
+    for name, module, *_ in (*of_4_bits, *experts_modules(model)):
+        if id(module) not in inside:
+            raise ValueError(
+                f"{type(model).__name__} holds {type(whole).__name__} and, outside of it, {name}: pass one model at a "
+                "time, each has a config of its own"
+            )
+    return whole
 
 
 def _stand_alone(model: nn.Module) -> None:

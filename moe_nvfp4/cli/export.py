@@ -14,8 +14,8 @@ def add(commands: Commands) -> None:
         commands, "export", run, "write a GGUF file for llama.cpp",
         "Put the experts and linears of the NVFP4 checkpoint SRC into a GGUF file, which llama.cpp computes with and "
         "cannot quantize. All else is that of --base, a GGUF file of the same model in any type, such as Q8_0. Each "
-        "matrix is compared with the one that it replaces. The file is for llama.cpp: transformers' gguf_file= reads it "
-        "without its global scales.",
+        "matrix is compared with the one that it replaces. The file is for llama.cpp: transformers' gguf_file= reads "
+        "it without its global scales.",
     )  # fmt: skip
     sub.add_argument("source", metavar="SRC", help="folder or Hub name of a 4-bit checkpoint")
     sub.add_argument("destination", metavar="OUT.gguf", type=path, help="file to make; must not exist")

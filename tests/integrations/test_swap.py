@@ -759,6 +759,61 @@ def test_linears_of_a_part_have_no_names():
 
 
 @pytest.mark.slow
+def test_two_models_in_one_module_are_refused():
+    """Each has a config, and only the first one's would say what both are."""
+    for models in (
+        [make(qwen3_moe), make(mixtral)],
+        [swap_experts(make(f), progress=False) for f in (mixtral, mixtral)],
+    ):
+        both = nn.ModuleList(models)
+        for change in (swap_experts, lambda m: set_activations(m, "nvfp4"), lambda m: calibrate(m, [IDS])):
+            if change is swap_experts or kinds(models[0])[0] == "HFExperts":
+                with pytest.raises(
+                    ValueError, match="ModuleList holds .* outside of it, 1.model.layers.0.mlp.experts:"
+                ):
+                    change(both)
+        assert {m.activations for m in both.modules() if isinstance(m, HFExperts)} <= {"bf16"}
+
+
+class Computed(Qwen3MoeExperts):
+    @property
+    def down_proj(self):
+        return self.raw * 2
+
+    @down_proj.setter
+    def down_proj(self, value):
+        self.raw = value
+
+
+def test_weights_that_are_computed_from_others_are_refused():
+    model = make(qwen3_moe)
+    experts = model.model.layers[1].mlp.experts
+    experts.raw, experts.__class__ = experts._parameters.pop("down_proj"), Computed
+    with pytest.raises(NotImplementedError, match="Computed.down_proj is no parameter of its own, but computed"):
+        swap_experts(model, progress=False)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_save_pretrained_of_the_users_is_called(before, tmp_path):
+    """Assigned before swapping or after it, and it is there after dequantize."""
+    model, calls = make(qwen3_moe), []
+
+    def save(self, folder, *args, **kwargs):
+        calls.append(folder)
+        type(self).save_pretrained(self, folder, *args, **kwargs)
+
+    for step in ("own", "swap") if before else ("swap", "own"):
+        if step == "own":
+            model.save_pretrained = MethodType(save, model)
+        else:
+            swap_experts(model, progress=False)
+    model.save_pretrained(tmp_path / "nvfp4")
+    copy.deepcopy(model).save_pretrained(tmp_path / "copy")
+    model.dequantize().save_pretrained(tmp_path / "dense")
+    assert calls == [tmp_path / name for name in ("nvfp4", "copy", "dense")]
+    assert torch.equal(logits(load(tmp_path / "nvfp4")), logits(load(tmp_path / "copy")))
+
+
 def test_a_part_of_a_model_is_refused(tmp_path):
     """The whole model would save it without this library: codes by expert, but scales in stacks."""
     whole = make(granite, torch.float32)
