@@ -137,7 +137,7 @@ class ExpertsLayer(Prepared):
         recipe: str = DEFAULT_RECIPE,
         importance: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
-        """Quantize one expert's dense w13 [N13, H] and w2 [H, I], floating, into place.
+        """Quantize one expert's dense w13 [N13, H] and w2 [H, I], floating, into place. AWQ's scales of it become 1.
 
         importance: for the recipe "weighted", fp32 [H] and [I], the means of x^2 and h^2 over calibration rows.
         ValueError for a wrong shape, an expert out of range, NaN, Inf and the meta device; the layer stays as it was.
@@ -165,6 +165,9 @@ class ExpertsLayer(Prepared):
         self.recipe = recipe
         for key, tensor in tensors.items():
             getattr(self, key).data[e] = tensor
+        for scales in self.pre_quant_scales:  # AWQ's, of the weights before
+            if scales is not None:
+                scales.data[e] = 1
 
     def set_input_scales(self, x_scale: Tensor, h_scale: Tensor) -> None:
         """Set static activation scales, fp32 0-d each, shared by all experts. ValueError unless each is one number,

@@ -23,7 +23,7 @@ from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, Tens
 from moe_nvfp4.quantize.layouts import ErrorSums, Matrix
 from moe_nvfp4.quantize.layouts.base import dense
 from moe_nvfp4.quantize.linears import fused_in_files
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PRE_QUANT_SCALE
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PLAIN_NAMES, PRE_QUANT_SCALE
 from moe_nvfp4.quantize.plan import ConversionPlan, plan_of, separate_scales
 from moe_nvfp4.quantize.recipes import REGISTRY
 
@@ -84,6 +84,7 @@ def compare(
 
     info: what the config of `checkpoint` says. ValueError, naming the tensor, where the two do not belong together.
     """
+    source = _named_alike(source, checkpoint)
     ours, own = plan_of(checkpoint), checkpoint.own
     theirs = plan_of(source, {layer_of(stem) for stem in ours.matrices}, info.dialect)
     _Names(checkpoint, source, info, ours, theirs).check()
@@ -96,6 +97,20 @@ def compare(
     for stem, found in judged.items():
         experts.setdefault(re.sub(r"(\bexperts\.\d+)\..*", r"\1", stem), ErrorSums()).include(found.errors)
     return experts, warnings
+
+
+def _named_alike(source: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
+    """`source` with its experts' projections named as in `checkpoint`, w1 or gate_proj: tools rename them."""
+    style = lambda files: {m["part"] in PLAIN_NAMES for n in files.tensors if (m := PER_EXPERT.match(n))}
+    if {frozenset(style(source)), frozenset(style(checkpoint))} != {frozenset({True}), frozenset({False})}:
+        return source
+    others = PLAIN_NAMES | {plain: name for name, plain in PLAIN_NAMES.items()}
+
+    def named(name: str) -> str:
+        found = PER_EXPERT.match(name)
+        return name if found is None else name[: found.start("part")] + others[found["part"]] + name[found.end() :]
+
+    return replace(source, tensors={named(name): stored for name, stored in source.tensors.items()})
 
 
 def _rescaled(ours: ConversionPlan, theirs: ConversionPlan) -> Iterator[str]:

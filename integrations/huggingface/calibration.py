@@ -138,7 +138,8 @@ def cut(tokenizer: Any, text: str, window: int) -> list[Tensor]:
 
 @contextmanager
 def evaluating(model: nn.Module, by_autocast: bool = True) -> Iterator[None]:
-    """A context in which `model` is in eval mode, without dropout. Afterwards every module has its own mode again.
+    """A context in which `model` is in eval mode, without dropout, and no compiled code runs, which would pass over the
+    hooks that observe it. Afterwards every module has its own mode again.
 
     by_autocast: whether autocast stays on, where the caller switched it on.
     """
@@ -146,7 +147,10 @@ def evaluating(model: nn.Module, by_autocast: bool = True) -> Iterator[None]:
     device = next((p.device.type for p in model.parameters()), "cpu")
     model.eval()
     try:
-        with nullcontext() if by_autocast else torch.autocast(device, enabled=False):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            nullcontext() if by_autocast else torch.autocast(device, enabled=False),
+        ):
             yield
     finally:
         for module, training in modes:

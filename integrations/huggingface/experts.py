@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator
 from types import MethodType
@@ -18,6 +19,7 @@ from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.recognise import GATE, ModuleLayout, changes, describe, own_gate, recognise_gate
+from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import Adapters
 from moe_nvfp4.quantize.layouts import dbrx
 from moe_nvfp4.quantize.names import names_experts
@@ -79,16 +81,16 @@ def refuse_assigned(module: nn.Module, name: str) -> None:
 
 def keep_hooks(new: nn.Module, old: nn.Module) -> nn.Module:
     """`new`, which replaces `old`, with the hooks that were registered on that, and those of a user's that accelerate
-    calls. Handles of the former remove them as before."""
-    vars(new).update(
-        {name: hooks for name, hooks in vars(old).items() if re.match(r"_(is_full_)?(for|back)ward_", name)}
-    )
+    calls. Handles of the former remove them as before, from `new`."""
+    hooks = {name: found for name, found in vars(old).items() if re.match(r"_(is_full_)?(for|back)ward_", name)}
+    vars(new).update(hooks)
+    vars(old).update({name: copy.copy(found) for name, found in hooks.items()})  # someone may keep it, and add others
     hook = vars(old).get("_hf_hook")
-    hooks = [h for h in getattr(hook, "hooks", (hook,)) if h and not type(h).__module__.startswith("accelerate.")]
-    if hooks:
+    own = [h for h in getattr(hook, "hooks", (hook,)) if h and not type(h).__module__.startswith("accelerate.")]
+    if own:
         from accelerate.hooks import add_hook_to_module
 
-        for h in hooks:
+        for h in own:
             add_hook_to_module(new, h, append=True)
     return new
 
@@ -237,6 +239,27 @@ class HFExperts(NVFP4Experts):
         if hasattr(dense, "mlp"):
             dense.mlp.activation_fn = self.act_fn
         return keep_hooks(dense.train(self.training), self)
+
+
+def refuse_changed(name: str, module: Any) -> None:
+    """NotImplementedError if what a 4-bit module computes was changed in a way that a dense one cannot follow."""
+    changed = None
+    if type(module) not in (HFExperts, NVFP4Linear):
+        changed = "its class"
+    elif assigned(module) == "forward":
+        changed = "its forward"
+    elif isinstance(module, HFExperts):
+        known = module.changes == changes(module, module.source_class)  # else the next call finds the gate out anew
+        own = known and module.gate != recognise_gate(module, module.layout, module.source_class)
+        if own or "own_gate" in vars(module):
+            changed = "its gate"
+        elif module.post_expert_norm is not None and not getattr(module, "has_post_expert_norm", False):
+            changed = "its post_expert_norm"
+    if changed:
+        raise NotImplementedError(
+            f"{name}: {changed} was replaced, and a dense module would not have that: put the original back, and make "
+            "the change again in the model that dequantize() returns. The model is as it was"
+        )
 
 
 def refuse_elsewhere(parameter: Tensor, what: str) -> None:

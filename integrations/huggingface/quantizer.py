@@ -27,6 +27,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
     find_experts,
     keep_hooks,
     refuse_assigned,
+    refuse_changed,
     refuse_elsewhere,
     refuse_tied,
     set_implementation,
@@ -485,6 +486,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
             unname_dense(model, config, new)
         if experts:
             say_static(config, experts, linears)
+        scaled = (m._parameters.get("up_proj_" * isinstance(m, HFExperts) + PRE_QUANT_SCALE) for m in
+                  (*experts.values(), *linears.values()))  # fmt: skip
+        config.pre_quant_scale = any(scale is not None for scale in scaled)
         if dense or new:
             stay = [name for name in dense if not isinstance(modules[name], nn.Linear)]
             name_dense(model, config, experts, stay, self.chosen, self.mtp)
@@ -570,6 +574,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                     "and load them onto the dense model (PeftModel.from_pretrained). The model is as it was"
                 )
             check_plain(module, name)
+            refuse_changed(name, module)
             for p in module.parameters():
                 refuse_elsewhere(p, "dequantized")
         dense: dict[int, nn.Module] = {}  # layers may share a module

@@ -15,6 +15,7 @@ from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.mapped import SAVED
 from moe_nvfp4.prepared import check_plain, only_shapes
 from moe_nvfp4.quantize.files import expert_counts
+from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 
 OTHERS = ("bitsandbytes.", "hqq.", "optimum.", "torch.ao.", "torchao.")  # whose quantized weights only they can read
 WRAPPED = re.compile(r"(\.(base_layer|original_module|token_adapter))+$")  # modules inside PEFT's
@@ -143,13 +144,16 @@ def _check_codes(name: str, module: nn.Module, *keys: str) -> None:
 
 def _check_alike(experts: Mapping[str, HFExperts], counts: set[int]) -> None:
     """ValueError unless all `experts`, by name, have what a config says once for all: static activation scales or none,
-    and as many experts as one of `counts`, if there are any."""
-    without = [name for name, m in experts.items() if m._parameters.get("down_proj_input_scale") is None]
-    if 0 < len(without) < len(experts):
-        raise ValueError(
-            f"{without[0]} has no static activation scale, and other layers have one, which no program reads from "
-            "files: calibrate(model, batches) gives all layers one"
-        )
+    AWQ's scales or none, and as many experts as one of `counts`, if there are any."""
+    for key, what, way_out in (
+        ("input_scale", "static activation scale", "calibrate(model, batches) gives all layers one"),
+        (PRE_QUANT_SCALE, PRE_QUANT_SCALE, "add_pre_quant_scales gives a layer ones"),
+    ):
+        without = [name for name, m in experts.items() if m._parameters.get(f"down_proj_{key}") is None]
+        if 0 < len(without) < len(experts):
+            raise ValueError(
+                f"{without[0]} has no {what}, and other layers have one, which no program reads from files: {way_out}"
+            )
     for name, m in experts.items():
         if counts and (n := m.down_proj.shape[0]) not in counts:
             raise ValueError(

@@ -332,6 +332,22 @@ def test_expert_map(T, dtype, device):
         layer(x, ids, p, expert_map=expert_map.long())
 
 
+def test_an_expert_that_is_loaded_into_a_layer_with_awqs_scales():
+    """It is what it is given; the others keep theirs."""
+    layer, plain = make(), make()
+    layer.add_pre_quant_scales(torch.float32)
+    for scales in layer.pre_quant_scales:
+        scales.data.uniform_(0.5, 2)
+    w13, w2 = torch.randn(2 * layer.intermediate_size, layer.hidden_size), torch.randn(64, layer.intermediate_size)
+    x, p = torch.randn(3, 64), torch.ones(3, 1)
+    before = [layer(x, torch.full((3, 1), e), p) for e in range(4)]
+    for each in (layer, plain):
+        each.load_expert(2, w13, w2)
+    for e in range(4):
+        want = plain(x, torch.full((3, 1), e), p) if e == 2 else before[e]
+        assert torch.equal(layer(x, torch.full((3, 1), e), p), want)
+
+
 def test_same_bits_twice_and_in_any_batch():
     """The combine's order is fixed, and a token's result does not depend on its neighbours' order."""
     layer = make(activations="nvfp4")

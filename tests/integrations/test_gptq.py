@@ -25,7 +25,19 @@ from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import quantize_matrix, recipe_named
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import edit_config
-from tests.models import as_bytes, folder, gpt_oss, load, make, mixtral, nemotron_h, qwen3_moe, same_tensors, tensors
+from tests.models import (
+    as_bytes,
+    folder,
+    gpt_oss,
+    load,
+    logits,
+    make,
+    mixtral,
+    nemotron_h,
+    qwen3_moe,
+    same_tensors,
+    tensors,
+)
 
 CPU = Options(device="cpu")
 
@@ -355,6 +367,23 @@ def test_what_torch_is_set_to_changes_no_byte(state, tmp_path):
         found = made("found")
     assert found.keys() == want.keys()
     assert [name for name, tensor in want.items() if as_bytes(found[name]) != as_bytes(tensor)] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*experts saw fewer than 8 rows")
+@pytest.mark.parametrize("recipe", ["gptq", "weighted"])
+def test_modules_that_were_compiled_in_place_are_observed(recipe):
+    """Their code passes over hooks."""
+    found = []
+    for compiled in (False, True):
+        model = make(qwen3_moe, torch.float32)
+        for layer in [*model.model.layers] * compiled:
+            layer.compile(backend="eager")
+            layer.self_attn.compile(backend="eager")
+        logits(model)
+        given = dict(recipe=recipe, linears="attention", calibration=batches(), progress=False)
+        found.append(swap_experts(model, **given).state_dict())
+    assert [n for n, t in found[0].items() if as_bytes(t) != as_bytes(found[1][n])] == []
+    torch.compiler.reset()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import gc
 import json
 import pickle
 import weakref
+from contextlib import nullcontext
 from types import MethodType
 
 import pytest
@@ -32,6 +33,7 @@ from moe_nvfp4.integrations.huggingface import experts as hf_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.verify import verify_checkpoint
+from moe_nvfp4.weights import Gate
 from tests.common import THRESHOLDS, relative_error, stand_for_hopper
 from tests.folders import change_config, fp8
 from tests.models import (
@@ -247,6 +249,65 @@ def test_hooks_stay_where_a_layer_is_replaced():
     for handle in handles:
         handle.remove()
     assert relative_error(logits(model), hooked) > 0.01 and seen == ["Qwen3MoeExperts"]
+
+
+def test_a_module_that_a_user_keeps_has_hooks_of_its_own():
+    model, seen = make(qwen3_moe, torch.float32), []
+    old = model.model.layers[0].mlp.experts
+    handle = old.register_forward_hook(lambda *args: seen.append("both"))
+    swap_experts(model, progress=False)
+    old.register_forward_hook(lambda *args: seen.append("dense"))
+    model.model.layers[0].mlp.experts.register_forward_hook(lambda *args: seen.append("4-bit"))
+    logits(model)
+    assert seen == ["both", "4-bit"]
+    old(torch.randn(1, 64), torch.tensor([[0]]), torch.ones(1, 1))
+    assert seen == ["both", "4-bit", "both", "dense"]
+    handle.remove()
+    logits(model)
+    assert seen[4:] == ["4-bit"]
+
+
+class Doubled(HFExperts):
+    def forward(self, *args, **kwargs):
+        return 2 * super().forward(*args, **kwargs)
+
+
+CHANGES = {
+    "its forward": lambda experts: setattr(experts, "forward", lambda x, *args: x),
+    "its class": lambda experts: setattr(experts, "__class__", Doubled),
+    "its post_expert_norm": lambda experts: setattr(experts, "post_expert_norm", nn.LayerNorm(64)),
+    "its gate": lambda experts: setattr(experts, "gate", Gate("gelu_tanh")),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_changes_of_4_bit_experts_that_dense_ones_would_lose_are_refused(what):
+    model = swap_experts(make(qwen3_moe, torch.float32), linears="attention", progress=False)
+    logits(model)
+    CHANGES[what](model.model.layers[1].mlp.experts)
+    changed = logits(model)
+    with pytest.raises(NotImplementedError, match=f"layers.1.mlp.experts: {what} was replaced, and a dense module"):
+        model.dequantize()
+    assert torch.equal(logits(model), changed) and kinds(model)[0] == "HFExperts"
+
+
+def test_awqs_scales_that_are_added_by_hand_are_said(tmp_path):
+    """In one layer only, nothing would read them."""
+    model = swap_experts(make(qwen3_moe, torch.float32), progress=False)
+    layers = [layer.mlp.experts for layer in model.model.layers]
+    for layer in layers:
+        with (
+            pytest.raises(ValueError, match="experts has no pre_quant_scale.*add_pre")
+            if layer is layers[1]
+            else (nullcontext())
+        ):
+            model.save_pretrained(tmp_path / "saved")
+        layer.add_pre_quant_scales(torch.float32)
+        for scales in layer.pre_quant_scales:
+            scales.data.uniform_(0.5, 2)
+    model.save_pretrained(tmp_path / "saved", state_dict=None)
+    assert json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]["quant_algo"] == "NVFP4_AWQ"
+    assert torch.equal(logits(load(tmp_path / "saved", torch.float32)), logits(model))
 
 
 class Half(ModelHook):

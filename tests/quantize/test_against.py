@@ -114,6 +114,22 @@ def flipped(files, name):
 DAMAGE = [times, without_row, swapped, flipped]
 
 
+def test_projections_that_a_tool_renames(tmp_path):
+    """llm-compressor writes gate_proj where Mixtral's files have w1."""
+    source = folder(tmp_path / "a", experts(E=2))
+    path = converted(source, tmp_path / "b")
+    files = tensors(source)
+    for old, new in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+        files = {name.replace(f".{old}.", f".{new}."): tensor for name, tensor in files.items()}
+    assert any(".w1." in name for name in files)
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    verify_checkpoint(path, source)
+    name = next(name for name in files if "0.w2." in name)
+    save_file(files | {name: files[name].flip(0)}, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="0.down_proj"):
+        verify_checkpoint(path, source)
+
+
 def test_a_global_scale_that_a_tool_gave_to_more_matrices(tmp_path):
     """ModelOpt: to all that read the same rows, of which servers fuse only some."""
     source = dense(tmp_path / "source")
