@@ -1,4 +1,4 @@
-"""A config that stays true: its ignore list and static activation scales are those of the model's modules."""
+"""A config that stays true: its ignore list and what it says of scales are those of the model's modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_nvfp4.integrations.huggingface.files import NO_STATIC, MtpTensors, laye
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.dialects import DIALECTS, matches
 from moe_nvfp4.quantize.linears import Chosen
-from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, TABLE, ignore_patterns, is_meant
+from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, PRE_QUANT_SCALE, TABLE, ignore_patterns, is_meant
 
 logger = logging.get_logger(__name__)
 INPUT_SCALES = ("up_proj_input_scale", "down_proj_input_scale")
@@ -63,8 +63,14 @@ def unname_dense(model: nn.Module, config: MoeNvfp4Config, names: set[str]) -> N
     config.exclude = [p for p in config.exclude if not any(is_meant(p, name) for name in names)]
 
 
-def say_static(config: MoeNvfp4Config, experts: Mapping[str, HFExperts], linears: Mapping[str, NVFP4Linear]) -> None:
-    """Have the config say whether experts have static activation scales. Warn of linears that have none beside them."""
+def say_scales(config: MoeNvfp4Config, experts: Mapping[str, HFExperts], linears: Mapping[str, NVFP4Linear]) -> None:
+    """Have the config say whether there are AWQ's scales, and static activation scales of experts. Warn of linears that
+    have none of these beside them."""
+    of_awq = [e.pre_quant_scales[0] for e in experts.values()]
+    of_awq += [linear._parameters.get(PRE_QUANT_SCALE) for linear in linears.values()]
+    config.pre_quant_scale = any(scale is not None for scale in of_awq)
+    if not experts:
+        return
     config.input_scale = all(e._parameters.get(INPUT_SCALES[1]) is not None for e in experts.values())
     lacking = sorted(name for name, linear in linears.items() if linear._parameters["input_scale"] is None)
     if config.says_static and lacking:

@@ -18,7 +18,15 @@ from transformers.utils import logging
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
-from moe_nvfp4.integrations.huggingface.recognise import GATE, ModuleLayout, changes, describe, own_gate, recognise_gate
+from moe_nvfp4.integrations.huggingface.recognise import (
+    GATE,
+    ModuleLayout,
+    changes,
+    describe,
+    named_changes,
+    own_gate,
+    recognise_gate,
+)
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.ops import Adapters
 from moe_nvfp4.quantize.layouts import dbrx
@@ -142,8 +150,22 @@ class HFExperts(NVFP4Experts):
             self.gate = recognise_gate(self, self.layout, self.source_class)
 
     def __getstate__(self) -> dict[str, Any]:
-        # a function that replaced another may have no name, and could not be pickled; a copy looks again when called
-        return {**super().__getstate__(), "changes": None}
+        self._look_again()
+        # a function that replaced another may have no name, and could not be pickled
+        return {**super().__getstate__(), "changes": named_changes(self.changes)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        now, named = changes(self, self.source_class), state["changes"]
+        if named_changes(now) != named:  # in this process
+            self.gate = recognise_gate(self, self.layout, self.source_class)
+        self.changes = now
+
+    def _look_again(self) -> None:
+        """Recognise the gate anew if something was done to it."""
+        if self.changes != (now := changes(self, self.source_class)):
+            self.changes = now
+            self.gate = recognise_gate(self, self.layout, self.source_class)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self.half_swapped:
@@ -167,9 +189,7 @@ class HFExperts(NVFP4Experts):
                 f"way only: model.set_experts_implementation({IMPLEMENTATION!r}) restores it, and model.dequantize() "
                 "makes dense experts, which run in the other ways"
             )
-        if self.changes != (now := changes(self, self.source_class)):
-            self.changes = now
-            self.gate = recognise_gate(self, self.layout, self.source_class)
+        self._look_again()
         if self.layout.call == "dense":
             return self._forward_dense(hidden_states, adapters)
         assert top_k_index is not None and top_k_weights is not None, "all other experts are routed"
@@ -228,11 +248,6 @@ class HFExperts(NVFP4Experts):
             dense.down_proj.data[e] = layout.stored("down_proj", w2)
             for name in (self.up_name, "down_proj") if layout.bias is not None else ():
                 getattr(dense, f"{name}_bias").data[e] = layout.stored(f"{name}_bias", p[f"{name}_bias"][e])
-        if "_apply_gate" in vars(self) and not hasattr(self.source_class, "_apply_gate"):
-            raise NotImplementedError(
-                f"_apply_gate was assigned to 4-bit experts, and {self.source_class.__name__} has no such function: "
-                "delete it before, and give the dense module a forward of its own"
-            )
         gate = (name for name in vars(self) if name.endswith(GATE))
         for name in dict.fromkeys((*dict(self.named_children()), *self.copied, *gate)):  # as they are now
             setattr(dense, name, bound_to(dense, self, getattr(self, name)))
@@ -249,9 +264,10 @@ def refuse_changed(name: str, module: Any) -> None:
     elif assigned(module) == "forward":
         changed = "its forward"
     elif isinstance(module, HFExperts):
-        known = module.changes == changes(module, module.source_class)  # else the next call finds the gate out anew
+        known = module.changes == changes(module, module.source_class)  # else the next call recognises the gate anew
         own = known and module.gate != recognise_gate(module, module.layout, module.source_class)
-        if own or "own_gate" in vars(module):
+        lost = "_apply_gate" in vars(module) and not hasattr(module.source_class, "_apply_gate")
+        if own or lost or "own_gate" in vars(module):
             changed = "its gate"
         elif module.post_expert_norm is not None and not getattr(module, "has_post_expert_norm", False):
             changed = "its post_expert_norm"

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.calibration import importance_for_load
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_for_dense, resolve
-from moe_nvfp4.integrations.huggingface.consistent import leave_bad_scales, name_dense, say_static, unname_dense
+from moe_nvfp4.integrations.huggingface.consistent import leave_bad_scales, name_dense, say_scales, unname_dense
 from moe_nvfp4.integrations.huggingface.converters import Conversions, choose_linears, names_for_saving
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
@@ -285,7 +285,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
         name_dense(model, config, experts, excluded, self.chosen, self.mtp)
         if isinstance(model, PreTrainedModel):
             model._get_resized_lm_head = self.resized_head
-            self._own_save = vars(model).get("save_pretrained", self._own_save)
+            own = vars(model).get("save_pretrained")
+            if not isinstance(getattr(own, "__self__", None), MoeNvfp4Quantizer):
+                self._own_save = own
             model.save_pretrained = self.save_pretrained
             for part in _models_inside(model):
                 if any(isinstance(m, (HFExperts, NVFP4Linear)) for m in part.modules()):
@@ -484,11 +486,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         new = {*experts, *linears} - before  # where dense ones were, if layers changed places
         if new:
             unname_dense(model, config, new)
-        if experts:
-            say_static(config, experts, linears)
-        scaled = (m._parameters.get("up_proj_" * isinstance(m, HFExperts) + PRE_QUANT_SCALE) for m in
-                  (*experts.values(), *linears.values()))  # fmt: skip
-        config.pre_quant_scale = any(scale is not None for scale in scaled)
+        say_scales(config, experts, linears)
         if dense or new:
             stay = [name for name in dense if not isinstance(modules[name], nn.Linear)]
             name_dense(model, config, experts, stay, self.chosen, self.mtp)

@@ -283,6 +283,11 @@ def changes(module: Any, source_class: Any = None) -> tuple:
     return type(act), own or any(map(len, hooks)) or _has_any_global_hook(), gate, type(act).forward, forward
 
 
+def named_changes(found: tuple) -> list[str]:
+    """What `changes` found, by names: those that another process may have, too."""
+    return [f"{getattr(x, '__module__', '')}.{getattr(x, '__qualname__', x)}" for x in found]
+
+
 def _activation(module: Any) -> Any:
     return getattr(module, "act_fn", None) or getattr(getattr(module, "mlp", None), "activation_fn", None)
 
