@@ -212,15 +212,19 @@ class MtpTensors:
     dense  those that are dense matrices, without `.weight`
     files  of the checkpoint: path -> its size and time when the model was loaded
     convert  whether the files are of another format, of which a conversion makes dense tensors
+    layers   how many layers the model had when it was loaded: theirs may be the next number
     """
 
     names: tuple[str, ...] = ()
     dense: frozenset[str] = frozenset()
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     convert: bool = False
+    layers: int | None = None
 
-    def lost(self) -> str | None:
-        """Why the tensors cannot be read; None: they can."""
+    def lost(self, model: Any) -> str | None:
+        """Why the tensors cannot be saved with `model`; None: they can."""
+        if (now := layers_of(model)) != self.layers and not all(is_mtp(name, None) for name in self.names):
+            return f"the model has {now} layers, and had {self.layers} when it was loaded"
         for path, before in self.files.items():
             if not Path(path).is_file():
                 return f"{path}, which the model was loaded from, is gone"
@@ -267,7 +271,7 @@ def mtp_tensors(
     names = [name for name in tensors if is_mtp(name, layers) and any(p.search(name) for p in patterns)]
     dense = [n for n in names if tensors[n].dtype in DENSE and len(tensors[n].shape) == 2]
     stems = frozenset(n.removesuffix(".weight") for n in dense)
-    return MtpTensors(tuple(names), stems, {str(path): _size_and_time(path) for path in files}, convert)
+    return MtpTensors(tuple(names), stems, {str(path): _size_and_time(path) for path in files}, convert, layers)
 
 
 def report_unused(model: Any, found: CheckpointLayout, mtp: MtpTensors) -> None:

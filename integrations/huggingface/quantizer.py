@@ -439,7 +439,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         assert self._model is not None, "the model calls it"
         model: Any = self._model()
         check_format(model, kwargs)
-        self._given, here = state_dict, self.mtp.lost() is None
+        self._given, here = state_dict, self.mtp.lost(model) is None
         try:
             save = self._own_save or partial(type(model).save_pretrained, model)
             save(save_directory, is_main_process, state_dict, *args, **kwargs)
@@ -462,7 +462,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 f"{len(lost)} tensors of multi-token prediction layers are not saved ({lost[0]}, ...), because "
                 "transformers would rename them: generate(use_mtp=True) needs the original"
             )
-        if why := self.mtp.lost():
+        if why := self.mtp.lost(model):
             logger.warning(
                 f"{len(self.mtp.names)} tensors of multi-token prediction layers are not saved ({self.mtp.names[0]}, "
                 f"...), because {why}: generate(use_mtp=True) needs the original"

@@ -1,5 +1,6 @@
 """Multi-token prediction layers, which transformers reads from the files for generate(use_mtp=True)."""
 
+import copy
 import json
 
 import pytest
@@ -140,12 +141,19 @@ def test_conversion_keeps_layers_of_every_name(prefix, tmp_path):
     assert len(kept) == 13 and all(as_bytes(t) == as_bytes(files[name]) for name, t in kept.items())
 
 
-@pytest.mark.parametrize("now", ["is gone", "holds something else now"])
+@pytest.mark.parametrize("now", ["is gone", "holds something else now", "has 3 layers, and had 2"])
 def test_layers_whose_files_are_gone_are_missed_aloud(now, source, tmp_path, caplog):
     model, files = load(source, quantization_config=MoeNvfp4Config()), tensors(source)
-    (source / "model.safetensors").unlink()
-    if now != "is gone":  # another version of the model
+    if "layers" in now:  # the new one has their number
+        model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+        model.config.num_hidden_layers = 3
+    else:
+        (source / "model.safetensors").unlink()
+    if "else" in now:  # another version of the model
         save_file({n: t * 2 for n, t in files.items()}, source / "model.safetensors", metadata={"format": "pt"})
     model.save_pretrained(tmp_path / "saved")
     assert "27 tensors of multi-token prediction layers are not saved" in caplog.text and now in caplog.text
-    assert not any(name.startswith(LAYER) for name in tensors(tmp_path / "saved"))
+    kept = {name: t for name, t in tensors(tmp_path / "saved").items() if name.startswith(LAYER)}
+    if "layers" in now:
+        assert torch.equal(kept[f"{LAYER}self_attn.q_proj.weight"], model.model.layers[2].self_attn.q_proj.weight)
+    assert not any("eh_proj" in name for name in kept) and bool(kept) == ("layers" in now)
