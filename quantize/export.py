@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.convert import check_space
-from moe_nvfp4.quantize.files import open_checkpoint
+from moe_nvfp4.quantize.files import new_file, open_checkpoint
 from moe_nvfp4.quantize.layouts.nvfp4 import NVFP4Matrix
 from moe_nvfp4.quantize.linears import group_of
 from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, PRE_QUANT_SCALE, is_mtp
@@ -156,29 +156,25 @@ def export_gguf(
     made = [place for of_tensor in places.values() for place in of_tensor]
     report.before = sum(int(of_tensor[0].stored.n_bytes) for of_tensor in places.values())
     report.after = sum(place.size for place in made)
-    work = destination.with_name(f".{destination.name}.partial")
-    work.unlink(missing_ok=True)  # of a run that was killed; and a link would be followed
-    check_space(destination, kept + report.after)
-
-    writer = gguf.GGUFWriter(work, _field(reader, "general.architecture"))
-    writer.data_alignment = int(reader.alignment)  # the setting that says so is copied
-    try:
-        _copy_fields(gguf, reader, writer, [place.name for place in made] if activations == "bf16" else ())
-        writes = list(_writes(gguf, reader, writer, places, report))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        with progress_bar(total=kept + report.after, desc="export", unit="B", unit_scale=True, show=progress) as bar:
-            for write in writes:
-                data = write()
-                writer.write_tensor_data(data)
-                bar.update(data.nbytes)
-        writer.close()
+    with new_file(destination) as work:
+        check_space(destination, kept + report.after)
+        writer = gguf.GGUFWriter(work, _field(reader, "general.architecture"))
+        writer.data_alignment = int(reader.alignment)  # the setting that says so is copied
+        try:
+            _copy_fields(gguf, reader, writer, [place.name for place in made] if activations == "bf16" else ())
+            writes = list(_writes(gguf, reader, writer, places, report))
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            size = kept + report.after
+            with progress_bar(total=size, desc="export", unit="B", unit_scale=True, show=progress) as bar:
+                for write in writes:
+                    data = write()
+                    writer.write_tensor_data(data)
+                    bar.update(data.nbytes)
+        finally:
+            writer.close()
         checkpoint.check_state(state)
-        os.replace(work, destination)
-    finally:
-        writer.close()
-        work.unlink(missing_ok=True)
     return report
 
 

@@ -162,8 +162,14 @@ class HFExperts(NVFP4Experts):
         self.changes = now
 
     def _look_again(self) -> None:
-        """Recognise the gate anew if something was done to it."""
+        """Recognise the gate anew if something was done to it. NotImplementedError if the class has another forward."""
         if self.changes != (now := changes(self, self.source_class)):
+            if now[-1] is not self.changes[-1]:
+                raise NotImplementedError(
+                    f"{self.source_class.__name__}.forward was replaced, and its experts are 4-bit and do not call it: "
+                    "put it back, and what it does into a hook (register_forward_hook), or replace it after "
+                    "model.dequantize()"
+                )
             self.changes = now
             self.gate = recognise_gate(self, self.layout, self.source_class)
 

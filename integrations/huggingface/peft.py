@@ -11,7 +11,7 @@ With `MergeableLoraConfig`, training computes with the 4-bit weights that mergin
 
 `register` replaces PEFT's `LoraModel` in the registry PEFT_TYPE_TO_TUNER_MAPPING by a subclass. It gives every
 LoraConfig the layers below for 4-bit layers, by `_register_custom_module`, PEFT's (experimental) interface for custom
-layers. In PEFT_TYPE_TO_CONFIG_MAPPING, `MergeableLoraConfig` takes the place of its base class, whose field it would
+layers. In PEFT_TYPE_TO_CONFIG_MAPPING, `NVFP4LoraConfig` takes the place of its base class, whose field it would
 else lose when an adapter is loaded. Nothing else of PEFT changes.
 """
 
@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from moe_nvfp4.backends import merge_packed, merged_codes
+from moe_nvfp4.checks import check_flag
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.format import dequantize
@@ -48,19 +49,32 @@ logger = logging.get_logger(__name__)
 
 
 @dataclass
-class MergeableLoraConfig(LoraConfig):
+class NVFP4LoraConfig(LoraConfig):
+    """A LoraConfig of any adapter: what PEFT makes of the files of one.
+
+    nvfp4_mergeable  whether it is trained to be merged, see `MergeableLoraConfig`
+    nvfp4_layers     set by PEFT's models, for `save_pretrained`: the layers that were 4-bit, and so computed like that
+    """
+
+    nvfp4_mergeable: bool = False
+    nvfp4_layers: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("nvfp4_mergeable", self.nvfp4_mergeable)
+
+
+@dataclass
+class MergeableLoraConfig(NVFP4LoraConfig):
     """A LoraConfig of adapters that are trained to be merged into the 4-bit weights.
 
     The model computes with merged weights: `encode(value + B · A)` with the block scales and global scales that they
     have. The rounding passes gradients on unchanged (a straight-through estimator). So the model that was trained and
     the merged one are the same: `merge_and_unload()`, and `save_pretrained` of what it returns. Apart from the weights
     that it was trained on the adapter is worth nothing; here it cannot be used in another way.
-
-    nvfp4_layers: set by PEFT's models, for `save_pretrained`: the layers that were 4-bit, and so computed like that
     """
 
-    nvfp4_mergeable: bool = False
-    nvfp4_layers: list[str] | None = None
+    nvfp4_mergeable: bool = True
 
 
 class LoraModel(lora.LoraModel):
@@ -177,13 +191,13 @@ def register() -> None:
     if PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] is lora.LoraModel:
         PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = LoraModel
         if PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] is LoraConfig:
-            PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MergeableLoraConfig
+            PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = NVFP4LoraConfig
 
 
 def unregister() -> None:
     if PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] is LoraModel:
         PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = lora.LoraModel
-        if PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] is MergeableLoraConfig:
+        if PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] is NVFP4LoraConfig:
             PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = LoraConfig
 
 

@@ -24,6 +24,7 @@ from moe_nvfp4.integrations.huggingface.converters import Conversions, choose_li
 from moe_nvfp4.integrations.huggingface.experts import (
     HFExperts,
     experts_for,
+    experts_modules,
     find_experts,
     keep_hooks,
     refuse_assigned,
@@ -473,7 +474,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     def _look_again(self, model: Any) -> None:
         """Find out what is 4-bit now, and how it is computed: a user may have replaced 4-bit modules by dense ones,
-        removed layers, set the activations of all layers, or replaced the model's config."""
+        added or removed layers, set the activations of all layers, or replaced the model's config."""
         config = model.config.quantization_config = self.quantization_config
         for activations in activations_of(model):
             config.activations = activations
@@ -481,15 +482,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
         experts = {name: m for name, m in modules.items() if isinstance(m, HFExperts)}
         linears = {name: m for name, m in modules.items() if isinstance(m, NVFP4Linear)}
         before = self._convert(model, experts, set(linears))
-        packed = (HFExperts, NVFP4Linear)  # or a wrapper around one: an adapter's
-        dense = [n for n in before & modules.keys() if not any(isinstance(m, packed) for m in modules[n].modules())]
-        new = {*experts, *linears} - before  # where dense ones were, if layers changed places
-        if new:
+        if new := {*experts, *linears} - before:  # where dense ones were, if layers changed places
             unname_dense(model, config, new)
         say_scales(config, experts, linears)
-        if dense or new:
-            stay = [name for name in dense if not isinstance(modules[name], nn.Linear)]
-            name_dense(model, config, experts, stay, self.chosen, self.mtp)
+        name_dense(model, config, experts, [name for name, *_ in experts_modules(model)], self.chosen, self.mtp)
 
     def _convert(self, model: Any, experts: dict[str, HFExperts], linears: set[str]) -> set[str]:
         """Have the model's conversions save these experts and linears. Returns the names of those before."""

@@ -270,17 +270,18 @@ def is_of_library(function: Any) -> bool:
 
 
 def changes(module: Any, source_class: Any = None) -> tuple:
-    """What was done to the gate of `module` and to its activation function, if that is a module: (its class, whether it
-    has hooks or a forward of its own, which a fused gate would not call, and the functions of both).
-    source_class: as for `recognise_gate`."""
-    act, gate = _activation(module), getattr(source_class or type(module), "_apply_gate", None)
+    """What was done to the class of `module`, to its gate and to its activation function, if that is a module: (the
+    latter's class, whether it has hooks or a forward of its own, which a fused gate would not call, the functions of
+    both, ..., the forward of the former). source_class: as for `recognise_gate`."""
+    own_class = source_class or type(module)
+    act, gate, called = _activation(module), getattr(own_class, "_apply_gate", None), own_class.forward
     if not isinstance(act, nn.Module):
-        return None, False, gate
+        return None, False, gate, called
     hooks = act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks, act._backward_hooks
     forward = vars(act).get("forward")
     # transformers' use_kernels assigns the method of a class, which is asked whether it computes the same
     own = forward is not None and not (isinstance(forward, MethodType) and forward.__qualname__.count(".") == 1)
-    return type(act), own or any(map(len, hooks)) or _has_any_global_hook(), gate, type(act).forward, forward
+    return type(act), own or any(map(len, hooks)) or _has_any_global_hook(), gate, type(act).forward, forward, called
 
 
 def named_changes(found: tuple) -> list[str]:

@@ -525,6 +525,13 @@ def current() -> VllmConfig:
     return get_current_vllm_config()
 
 
+def tell_apart(config: VllmConfig, name: str, form: Any) -> None:
+    """Put the form of the layer `name`, which depends on its files, into the key of vLLM's cache of compiled code: that
+    has the settings in it, and not the files, and the code is used without a look at what it was made for."""
+    if isinstance(config.additional_config, dict):
+        config.additional_config.setdefault(NAME, {})[name] = form
+
+
 def model_class() -> str:
     return get_current_vllm_config().model_config.architecture
 

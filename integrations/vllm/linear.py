@@ -57,7 +57,7 @@ class NVFP4LinearMethod(LinearMethodBase):
             )
         layer.input_size_per_partition = K
         self.sizes, self.columns, self.whole = list(output_partition_sizes), input_size, K == input_size
-        self.ranks, self.dtype = getattr(layer, "tp_size", 1), params_dtype
+        self.ranks, self.dtype, self.config = getattr(layer, "tp_size", 1), params_dtype, engine.current()
         self.came: dict[str, set] = {}  # kind -> those of the fused linears whose tensors have come; None: all in one
 
         def attributes(kind: str) -> dict[str, Any]:
@@ -120,6 +120,9 @@ class NVFP4LinearMethod(LinearMethodBase):
         made = self._made(found, engine.added_bias(layer))
         for linear in made:
             prepare(linear, dtype=self.dtype)
+        engine.tell_apart(
+            self.config, self.name, [(linear.out_features, linear.input_scale is None) for linear in made]
+        )
         if again:
             refresh(nn.ModuleList(layer.nvfp4), nn.ModuleList(made), self.name)
         else:

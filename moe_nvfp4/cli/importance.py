@@ -24,6 +24,7 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface.calibration import files_importance, in_batches, random_batches
+    from moe_nvfp4.quantize.files import new_file
     from moe_nvfp4.quantize.importance import save_importance
 
     if args.out.exists():
@@ -35,11 +36,12 @@ def run(args: argparse.Namespace) -> None:
         batches = random_batches(config, args.windows, args.window)
     else:
         batches = in_batches(windows_of(args, tokenizer_of(source), text_of(args), config))
-    importance = files_importance(source, batches, device=args.device)
     data = "random token ids" if args.text is None else str(args.text)
     tokens = sum(batch.numel() for batch in batches)
-    importance.source = f"{args.model}, {tokens} tokens: {data}"
-    save_importance(importance, args.out)
+    with new_file(args.out) as part:
+        importance = files_importance(source, batches, device=args.device)
+        importance.source = f"{args.model}, {tokens} tokens: {data}"
+        save_importance(importance, part)
     found = f"{len(importance.layers)} layers of experts and {len(importance.linears)} inputs of linears"
     note(f"wrote {args.out}: {found}, from {tokens} tokens of {data}")
     for name, layer in importance.layers.items():

@@ -19,11 +19,11 @@ from moe_nvfp4.quantize.files.checkpoint import (
 )
 from moe_nvfp4.quantize.files.headers import TORCH_DTYPES, read_header, tensor_bytes
 from moe_nvfp4.quantize.files.shards import ShardWriter
-from moe_nvfp4.quantize.files.staging import StagingDir, lock, unlock, write_text
+from moe_nvfp4.quantize.files.staging import StagingDir, lock, new_file, unlock, write_text
 
 __all__ = [
     "INDEX", "NAMED_WEIGHTS", "TOP_K", "TORCH_DTYPES", "Checkpoint", "ShardWriter", "StagingDir", "TensorSlice",
-    "TensorView", "check_config", "expert_counts", "identity_experts", "lock", "open_checkpoint", "read_header",
-    "read_json", "read_tensors", "sizes", "sub_configs", "tensor_bytes", "unlock", "without_identity_experts",
-    "write_text",
+    "TensorView", "check_config", "expert_counts", "identity_experts", "lock", "new_file", "open_checkpoint",
+    "read_header", "read_json", "read_tensors", "sizes", "sub_configs", "tensor_bytes", "unlock",
+    "without_identity_experts", "write_text",
 ]  # fmt: skip

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -22,6 +23,28 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file; an error names it, also that of a full disk."""
     with named_errors(path):
         path.write_text(text, "utf-8")
+
+
+@contextmanager
+def new_file(destination: Path) -> Iterator[Path]:
+    """A context whose file `.NAME.partial` becomes `destination` at its end, complete. ValueError if that exists by
+    then, and while another process writes it."""
+    part = destination.with_name(f".{destination.name}.partial")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    if part.is_symlink():
+        part.unlink()  # it would be followed
+    fd = lock(part, destination)
+    try:
+        yield part
+        try:
+            os.link(part, destination)
+        except FileExistsError:
+            raise ValueError(f"{destination} was made by someone else meanwhile: name another file") from None
+        except OSError:  # a disk without hard links
+            os.rename(part, destination)
+    finally:
+        os.close(fd)
+        part.unlink(missing_ok=True)
 
 
 class StagingDir:
@@ -160,7 +183,7 @@ def lock(path: Path, destination: Path) -> int:
         if not same:
             pid = os.read(fd, 20).decode(errors="replace").strip()
             os.close(fd)
-            raise ValueError(f"{busy} (process {pid or 'unknown'})")
+            raise ValueError(f"{busy} (process {pid if pid.isdigit() else 'unknown'})")
     try:
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())

@@ -40,8 +40,6 @@ MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.
 
 def config(kind=MergeableLoraConfig, **settings):
     settings = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False) | settings
-    if kind is MergeableLoraConfig:
-        settings["nvfp4_mergeable"] = True
     return kind(target_parameters=settings.pop("target_parameters", ON_EXPERTS), **settings)
 
 
@@ -89,6 +87,16 @@ def test_training_computes_with_the_merged_weights(family):
     assert grads.keys() == theirs.keys()
     for name, grad in grads.items():
         assert relative_error(grad, theirs[name]) < 5 * CLOSE, name
+
+
+def test_the_config_says_that_it_is_mergeable(tmp_path):
+    """By its class alone; files of other adapters are read as theirs."""
+    MergeableLoraConfig(r=4).save_pretrained(tmp_path / "mine")
+    LoraConfig(r=4).save_pretrained(tmp_path / "plain")
+    for name, wanted in (("mine", True), ("plain", False)):
+        assert LoraConfig.from_pretrained(tmp_path / name).nvfp4_mergeable is wanted
+    with pytest.raises(ValueError, match="nvfp4_mergeable is True or False, got 'false'"):
+        MergeableLoraConfig(nvfp4_mergeable="false")
 
 
 def test_codes_are_the_nearest_of_the_sums():

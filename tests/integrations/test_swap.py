@@ -32,6 +32,7 @@ from moe_nvfp4.integrations.huggingface import (
 from moe_nvfp4.integrations.huggingface import experts as hf_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.quantize.dialects import matches
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from moe_nvfp4.weights import Gate
 from tests.common import THRESHOLDS, relative_error, stand_for_hopper
@@ -344,6 +345,23 @@ def test_experts_that_were_compiled_in_place_do_not_come_back():
     assert original() is None
 
 
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_dense_modules_that_are_added_are_on_the_ignore_list(dialect, tmp_path):
+    """A layer of dense experts, a linear, a block of another kind: servers take the others for 4-bit."""
+    source = folder(tmp_path, qwen3_moe)
+    given = MoeNvfp4Config(exclude="model.layers.0.*", linears="attention", dialect=dialect)
+    model = load(source, quantization_config=given)
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    model.model.layers[1].mlp.extra = nn.Linear(64, 64)
+    model.config.num_hidden_layers = 3
+    model.save_pretrained(tmp_path / "saved")
+    ignore = json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]["ignore"]
+    files = {name.rpartition(".")[0] for name, t in tensors(tmp_path / "saved").items() if t.dtype == torch.bfloat16}
+    files = {name for name in files if name.endswith(("proj", "extra", "mlp.gate", "lm_head"))}
+    assert len(files) > 24 and [n for n in files if not any(matches(pattern, n) for pattern in ignore)] == []
+    assert not any(matches(pattern, "model.layers.1.mlp.experts.0.up_proj") for pattern in ignore)
+
+
 def test_experts_of_a_name_that_nothing_reads_are_not_saved(tmp_path):
     model = make(qwen3_moe)
     model.model.layers[1].mlp.bank = model.model.layers[1].mlp.__dict__["_modules"].pop("experts")
@@ -500,7 +518,12 @@ def test_a_class_whose_forward_was_patched_is_refused(family, monkeypatch):
     with pytest.raises(NotImplementedError, match=f"{changed.__name__} has a forward of its own"):
         swap_experts(model, progress=False)
     monkeypatch.undo()
-    swap_experts(model, progress=False)
+    logits(swap_experts(model, progress=False))
+    monkeypatch.setattr(changed, "forward", lambda self, *args: args[0])
+    with pytest.raises(NotImplementedError, match=f"{changed.__name__}.forward was replaced, and its experts are 4-bi"):
+        logits(model)
+    monkeypatch.undo()
+    logits(model)
 
 
 def test_an_experts_implementation_of_the_users_is_refused(monkeypatch):

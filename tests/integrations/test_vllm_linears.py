@@ -13,6 +13,8 @@ from tests.models import SMALL, folder, load, qwen3_moe, tensors
 
 pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
 
+from vllm.config import VllmConfig  # noqa: E402
+
 from moe_nvfp4.backends import PACKAGES, Device  # noqa: E402
 from moe_nvfp4.integrations.vllm import mends  # noqa: E402
 from moe_nvfp4.integrations.vllm.config import MoeNvfp4Config  # noqa: E402
@@ -345,12 +347,44 @@ def test_fused_linears_become_one_where_both_scales_are_equal():
         assert [float(linear.input_scale) for linear in made] == [inputs[i] for i in of]
 
 
+def _without_an_engine(monkeypatch):
+    """Returns the config of one that there is not."""
+    from moe_nvfp4.integrations.vllm import engine
+
+    config = VllmConfig()
+    monkeypatch.setattr(engine, "current", lambda: config)
+    for name, number in (("rank", 0), ("world_size", 1)):
+        monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}", lambda n=number: n)
+    return config
+
+
+def test_what_files_decide_is_in_the_key_of_compiled_code(monkeypatch):
+    """How many linears a fused one becomes, and whether they have static scales: vLLM's key has no files in it."""
+    from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
+
+    def key(scales, static=()):
+        config = _without_an_engine(monkeypatch)
+        layer, method = torch.nn.Module(), NVFP4LinearMethod("a.qkv_proj", DIALECTS["modelopt"], "nvfp4")
+        method.create_weights(layer, 64, [32, 16], 64, 48, torch.float32, lambda p, w, i: p.data[i:i + 1].copy_(w)
+                              if p.dim() == 1 else p.data[32 * i:32 * i + len(w)].copy_(w))  # fmt: skip
+        for i, rows in enumerate((32, 16)):
+            files = {"weight": torch.zeros(rows, 32, dtype=torch.uint8), "weight_scale_2": torch.tensor(scales[i]),
+                     "weight_scale": torch.ones(rows, 4).to(torch.float8_e4m3fn)}  # fmt: skip
+            files |= {"input_scale": torch.tensor(static[i])} if static else {}
+            for name, tensor in files.items():
+                layer.get_parameter(name).weight_loader(layer.get_parameter(name), tensor, i)
+        method.process_weights_after_loading(layer)
+        return config.compute_hash()
+
+    keys = [key([1.0, 1.0]), key([1.0, 2.0]), key([1.0, 1.0], [0.5, 0.5]), key([1.0, 1.0], [0.5, 0.25])]
+    assert len({*keys}) == 4 and key([3.0, 3.0]) == keys[0] and key([1.0, 1.0], [0.1, 0.1]) == keys[2]
+
+
 def test_rows_of_w4a4_that_ranks_would_scale_in_parts(monkeypatch):
     """And columns that are no multiple of 16 on a rank."""
     from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
 
-    for name, number in (("rank", 0), ("world_size", 1)):  # those of an engine, which there need not be
-        monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}", lambda n=number: n)
+    _without_an_engine(monkeypatch)
 
     def made(activations, here, columns, dialect=DIALECTS["modelopt"]):
         layer, method = torch.nn.Module(), NVFP4LinearMethod("model.layers.0.self_attn.o_proj", dialect, activations)

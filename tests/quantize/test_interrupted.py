@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from moe_nvfp4.quantize import convert, jobs
 from moe_nvfp4.quantize.codes import CodesFolder
 from moe_nvfp4.quantize.convert import _key, convert_checkpoint
-from moe_nvfp4.quantize.files import ShardWriter, open_checkpoint, read_header
+from moe_nvfp4.quantize.files import ShardWriter, new_file, open_checkpoint, read_header
 from moe_nvfp4.quantize.options import Options
 from tests.checkpoints import ENVIRONMENT, converted, experts, folder, same_files
 from tests.models import folder as saved
@@ -218,6 +218,20 @@ def test_a_disk_that_is_full_when_weights_are_written_is_named(tmp_path, monkeyp
         converted(source, tmp_path / "x")
     assert not (tmp_path / "x").exists()
     same_files(converted(source, tmp_path / "x"), whole)
+
+
+def test_a_new_file_of_two_processes(tmp_path):
+    """One at a time, and none over one that has come to be meanwhile."""
+    out, part = tmp_path / "new/out.gguf", tmp_path / "new/.out.gguf.partial"
+    with new_file(out) as first:
+        first.write_bytes(b"first")
+        with pytest.raises(ValueError, match="out.gguf is being written by another"), new_file(out):
+            pass
+        assert part.read_bytes() == b"first"
+    assert out.read_bytes() == b"first" and not part.exists()
+    with pytest.raises(ValueError, match="out.gguf was made by someone else meanwhile"), new_file(out) as second:
+        second.write_bytes(b"second")
+    assert out.read_bytes() == b"first" and not part.exists()
 
 
 def test_a_destination_that_another_converter_has_finished(tmp_path, monkeypatch):
