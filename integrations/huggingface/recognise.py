@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.integrations import moe
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.prepared import computes_parameters, real_tensors
@@ -126,6 +127,13 @@ def _check_calls(module: nn.Module, defined_in: Any) -> None:
 
 
 def _decorated(m: Any) -> ModuleLayout:
+    forward = type(m).forward
+    known_as = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+    if "experts_interface" in known_as and known_as["experts_interface"].cell_contents is not ALL_EXPERTS_FUNCTIONS:
+        raise NotImplementedError(
+            f"{type(m).__name__} runs by functions of an experts_interface of its own, which 4-bit experts would not "
+            "call: decorate it without, or leave it as it is with exclude=['<its module name>']"
+        )
     up_name = "gate_up_proj" if m.has_gate else "up_proj"
     known = {f"{name}{end}" for name in (up_name, "down_proj") for end in ("", "_bias")[: 1 + m.has_bias]}
     norm = "post_expert_norm." if getattr(m, "has_post_expert_norm", False) else "\0"
@@ -264,7 +272,10 @@ class _Reading:
 
 
 def is_of_library(function: Any) -> bool:
-    """Whether a function or module is one of torch or transformers: a user's own may depend on more than its input."""
+    """Whether a function or module is one of torch or transformers, without parts that may be replaced: a user's own
+    may depend on more than its input."""
+    if isinstance(function, nn.Module) and any(True for _ in function.children()):
+        return False
     made_by = type(function) if isinstance(function, nn.Module) else getattr(function, "func", function)
     return str(getattr(made_by, "__module__", None)).partition(".")[0] in ("torch", "transformers")
 

@@ -64,12 +64,14 @@ def test_a_gate_that_reads_more_than_its_activation_runs_unfused(tmp_path):
     for layer in model.model.layers:
         layer.mlp.experts.__class__, layer.mlp.experts.temperature = Dropped, 1.0
     model.model.layers[0].mlp.experts.act_fn = Scaled()
+    model.model.layers[1].mlp.experts.act_fn = nn.Sequential(nn.SiLU())
     swap_experts(model, progress=False)
     twin, before = dense_like(model), logits(model)
     for m in (model, twin):
         for layer in m.model.layers:
             layer.mlp.experts.temperature = 3.0
         m.model.layers[0].mlp.experts.act_fn.factor = 0.5
+        m.model.layers[1].mlp.experts.act_fn[0] = nn.ReLU()
     assert relative_error(logits(model), logits(twin)) < 1e-5 < 1e-2 < relative_error(logits(twin), before)
     assert relative_error(logits(dense_like(model)), logits(twin)) < 1e-5
 

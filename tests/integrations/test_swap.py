@@ -16,7 +16,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import prune
 from transformers import AutoConfig, AutoModel, FineGrainedFP8Config, PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    ExpertsInterface,
+    grouped_mm_experts_forward,
+    use_experts_implementation,
+)
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeForCausalLM
 
@@ -539,6 +544,10 @@ def test_an_experts_implementation_of_the_users_is_refused(monkeypatch):
     for name in ("batched_mm", "eager"):
         model.set_experts_implementation(name)
         swap_experts(copy.deepcopy(model), progress=False)
+    own = type("Own", (Qwen3MoeExperts,), {"forward": Qwen3MoeExperts.forward})
+    model.model.layers[0].mlp.experts.__class__ = use_experts_implementation(own, experts_interface=ExpertsInterface())
+    with pytest.raises(NotImplementedError, match="Own runs by functions of an experts_interface of its own"):
+        swap_experts(model, progress=False)
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "activation"])
