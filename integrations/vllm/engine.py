@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -489,6 +490,12 @@ class UnwrittenLoader(DefaultModelLoader):
         if model_config.model != vllm_config.model_config.model:  # a draft model in a folder of its own
             config = vllm_config.get_quantization_config(model_config, self.load_config)
         self.converted = getattr(config, "converted", None)
+        place = self.load_config.download_dir
+        if self.converted is not None and place and not os.path.isdir(model_config.model):
+            raise ValueError(
+                f"--download-dir {place}: files that become NVFP4 are read from the Hub's own cache: leave it out "
+                f"(HF_HOME names another disk), or hf download {model_config.model} --local-dir FOLDER, and serve that"
+            )
         # vLLM's gpt-oss drops gate and up, so `ExpertLoader.read` takes all three
         self.experts = model_config.hf_text_config.model_type != "gpt_oss"
         return super().load_model(vllm_config, model_config, *args, **kwargs)

@@ -30,6 +30,7 @@ from tests.servers import Server
 vllm = pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
 os.environ |= SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
+from vllm.config.load import LoadConfig  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 if not current_platform.is_cpu():
@@ -740,6 +741,14 @@ def test_how_a_draft_model_is_read(method, refused, monkeypatch):
     for name, want in (("a", "--load-format moe_nvfp4"), ("b", refused)):
         with pytest.raises(ValueError, match=f"become NVFP4 while they load: add {want}") if want else nullcontext():
             engine.check_load_format("x", "FP8", Model(name, ("A",)))
+
+
+def test_a_place_for_downloads_that_is_not_used_is_refused():
+    loader = engine.UnwrittenLoader(LoadConfig(load_format="moe_nvfp4", download_dir="/elsewhere"))
+    model = SimpleNamespace(model="me/model", hf_text_config=SimpleNamespace(model_type="gpt_oss"))
+    config = SimpleNamespace(quant_config=SimpleNamespace(converted=object()), model_config=model)
+    with pytest.raises(ValueError, match="--download-dir /elsewhere: .*hf download me/model --local-dir"):
+        loader.load_model(config, model)
 
 
 def test_an_adapter_of_experts_that_stay_dense_is_refused():
