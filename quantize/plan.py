@@ -213,9 +213,9 @@ class _Draft:
         self.dequantized[name] = found
 
 
-def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
+def plan(checkpoint: Checkpoint, options: Options, empty: bool = False) -> ConversionPlan:
     """Plan the conversion of `checkpoint` that `options` ask for. Reads headers and config, and with share_scales the
-    global scales.
+    global scales. empty: no error where no experts are to be quantized.
 
     Raises ValueError for what cannot be converted, naming the tensor, the rule and the way out.
     """
@@ -227,7 +227,7 @@ def plan(checkpoint: Checkpoint, options: Options) -> ConversionPlan:
     if info is not None:
         _carry(draft, info.dialect)
     else:
-        _quantize(draft)
+        _quantize(draft, empty)
     draft.jobs += quantize_jobs(draft.to_quantize, options, draft.cast)
     of_experts = {experts_module(name) for name, stored in draft.left.items() if stored.dtype in DENSE}
     of_experts |= {e.module for layout in DENSE_LAYOUTS for e in layout.recognise(checkpoint, draft.left)}
@@ -275,7 +275,7 @@ def _importance_for_files(source: Checkpoint, importance: Importance) -> Importa
 
 
 # ---------------------------------------------------------------- sources that are not NVFP4 yet
-def _quantize(draft: _Draft) -> None:
+def _quantize(draft: _Draft, empty: bool) -> None:
     source, options = draft.source, draft.options
     if options.share_scales:
         raise ValueError(f"{source.folder} is not NVFP4 yet: quantizing it gives gate and up one global "
@@ -302,7 +302,7 @@ def _quantize(draft: _Draft) -> None:
         stem, _, last = name.rpartition(".")
         if stem in draft.matrices and last != "bias":
             raise ValueError(nvfp4.UNREAD.format(name))
-    _check_nothing_missed(draft)
+    _check_nothing_missed(draft, empty)
 
 
 def _quantize_linears(draft: _Draft, others: Mapping[str, tuple[Matrix, tuple[str, str]]]) -> None:
@@ -356,8 +356,9 @@ def _quantize_experts(draft: _Draft, experts: Experts) -> None:
     draft.take((*experts.tensors, *experts.biases), experts.module)
 
 
-def _check_nothing_missed(draft: _Draft) -> None:
-    """ValueError unless every tensor that looks like experts is planned, or left alone on purpose."""
+def _check_nothing_missed(draft: _Draft, empty: bool) -> None:
+    """ValueError unless every tensor that looks like experts is planned, or left alone on purpose, and, if not `empty`,
+    some are planned."""
     types, config = draft.source.types, draft.source.config
     # Of a stack that is no dense one, its partner is left, too: that one is not to blame
     for name, stored in sorted(draft.left.items(), key=lambda item: item[1].dtype in DENSE):
@@ -377,7 +378,7 @@ def _check_nothing_missed(draft: _Draft) -> None:
             f"model_type {types[0] if types else None!r}: if moe-nvfp4 info lists its layers, quantize it while it "
             f"loads (from_pretrained with MoeNvfp4Config); else leave it as it is with exclude=['{module}']"
         )
-    if not draft.to_quantize:
+    if not (draft.to_quantize or empty):
         model = (config.get("architectures") or types or ["this model"])[0]
         why = "; dense models are not what this library is for"
         if draft.excluded:
@@ -544,4 +545,4 @@ def plan_of(
     info = nvfp4_info(checkpoint)
     chosen = None if info or include is None else tuple(include)
     dialect = dialect or (info.dialect if info else MODELOPT)
-    return plan(checkpoint, Options("max", include=chosen, dialect=dialect.name, device="cpu"))
+    return plan(checkpoint, Options("max", include=chosen, dialect=dialect.name, device="cpu"), empty=True)

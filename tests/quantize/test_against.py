@@ -305,6 +305,17 @@ def test_tensors_that_the_source_lacks(tmp_path):
         verify_checkpoint(path, folder(tmp_path / "c", files))
 
 
+def test_linears_alone(tmp_path):
+    """With experts that stay dense, as ModelOpt's config for attention leaves them."""
+    path, _ = quantized(tmp_path, small, "modelopt", is_linear, 0.003)
+    assert verify_checkpoint(path, tmp_path / "bf16").experts
+    files = tensors(path)
+    name = next(n for n in files if n.endswith("o_proj.weight"))
+    save_file(files | {name: files[name].flip(0)}, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="o_proj"):
+        verify_checkpoint(path, tmp_path / "bf16")
+
+
 def test_linears_that_another_tool_quantized(tmp_path):
     """NVFP4 linears are compared with the dense ones of the original."""
     source, _ = quantized(tmp_path, small, "modelopt", lambda n: is_expert(n) or is_linear(n))
