@@ -101,8 +101,8 @@ def compare(
 
 def _named_alike(source: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
     """`source` with its experts' projections named as in `checkpoint`, w1 or gate_proj: tools rename them."""
-    style = lambda files: {m["part"] in PLAIN_NAMES for n in files.tensors if (m := PER_EXPERT.match(n))}
-    if {frozenset(style(source)), frozenset(style(checkpoint))} != {frozenset({True}), frozenset({False})}:
+    style = lambda files: frozenset(m["part"] in PLAIN_NAMES for n in files.tensors if (m := PER_EXPERT.match(n)))
+    if {style(source), style(checkpoint)} != {frozenset([True]), frozenset([False])}:
         return source
     others = PLAIN_NAMES | {plain: name for name, plain in PLAIN_NAMES.items()}
 

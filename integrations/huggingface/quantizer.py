@@ -427,23 +427,17 @@ class MoeNvfp4Quantizer(HfQuantizer):
         return type(model)._get_resized_lm_head(model, head, new_num_tokens, *args, **kwargs)
 
     # ------------------------------------------------------------ saving
-    def save_pretrained(
-        self,
-        save_directory: Any,
-        is_main_process: bool = True,
-        state_dict: Mapping[str, Tensor] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """In place of the model's `save_pretrained`, which leaves its state_dict out if a model is quantized. Raises
         what `check_format` does."""
         assert self._model is not None, "the model calls it"
         model: Any = self._model()
-        check_format(model, kwargs)
-        self._given, here = state_dict, self.mtp.lost(model) is None
+        given = dict(zip(("is_main_process", "state_dict"), args, strict=False)) | kwargs
+        check_format(model, given)
+        self._given, here = given.get("state_dict"), self.mtp.lost(model) is None
         try:
             save = self._own_save or partial(type(model).save_pretrained, model)
-            save(save_directory, is_main_process, state_dict, *args, **kwargs)
+            save(save_directory, *args, **kwargs)
         finally:
             self._given = None
         if here:
@@ -568,9 +562,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
                     "and load them onto the dense model (PeftModel.from_pretrained). The model is as it was"
                 )
             check_plain(module, name)
-            refuse_changed(name, module)
             for p in module.parameters():
                 refuse_elsewhere(p, "dequantized")
+            refuse_changed(name, module)
         dense: dict[int, nn.Module] = {}  # layers may share a module
         while found:
             name, module = found.popitem()

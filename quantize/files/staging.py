@@ -29,12 +29,11 @@ def write_text(path: Path, text: str) -> None:
 def new_file(destination: Path) -> Iterator[Path]:
     """A context whose file `.NAME.partial` becomes `destination` at its end, complete. ValueError if that exists by
     then, and while another process writes it."""
-    part = destination.with_name(f".{destination.name}.partial")
+    part, busy = (destination.with_name(f".{destination.name}.{last}") for last in ("partial", "lock"))
     part.parent.mkdir(parents=True, exist_ok=True)
-    if part.is_symlink():
-        part.unlink()  # it would be followed
-    fd = lock(part, destination)
+    fd = lock(busy, destination)
     try:
+        part.unlink(missing_ok=True)  # of a run that was killed; and a link would be followed
         yield part
         try:
             os.link(part, destination)
@@ -43,8 +42,10 @@ def new_file(destination: Path) -> Iterator[Path]:
         except OSError:  # a disk without hard links
             os.rename(part, destination)
     finally:
-        os.close(fd)
         part.unlink(missing_ok=True)
+        if fcntl:  # else `unlock` removes it
+            busy.unlink(missing_ok=True)
+        unlock(fd, busy)
 
 
 class StagingDir:
@@ -183,7 +184,7 @@ def lock(path: Path, destination: Path) -> int:
         if not same:
             pid = os.read(fd, 20).decode(errors="replace").strip()
             os.close(fd)
-            raise ValueError(f"{busy} (process {pid if pid.isdigit() else 'unknown'})")
+            raise ValueError(f"{busy} (process {pid or 'unknown'})")
     try:
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())
