@@ -182,7 +182,7 @@ def group_by_expert(
 
 def local_ids(top_k_index: Tensor, expert_map: Tensor) -> Tensor:
     """The numbers of experts here, of ids that are those of all: expert_map[id], and -1 (not here) for -1."""
-    ids = top_k_index.int()
+    ids = top_k_index.long()  # 8 bits cannot index
     return torch.where(ids < 0, ids, expert_map[ids.clamp(min=0)])
 
 

@@ -138,23 +138,27 @@ def cut(tokenizer: Any, text: str, window: int) -> list[Tensor]:
 
 @contextmanager
 def evaluating(model: nn.Module, by_autocast: bool = True) -> Iterator[None]:
-    """A context in which `model` is in eval mode, without dropout, and no compiled code runs, which would pass over the
-    hooks that observe it. Afterwards every module has its own mode again.
+    """A context in which `model` is in eval mode, without dropout, and its modules run as they are and not by compiled
+    code, which would pass over the hooks that observe them. Afterwards every module has its own mode again.
 
     by_autocast: whether autocast stays on, where the caller switched it on.
     """
     modes = [(module, module.training) for module in model.modules()]
+    in_place = {m: vars(m).pop("_compiled_call_impl") for m, _ in modes if "_compiled_call_impl" in vars(m)}
+    wrapped = any("_orig_mod" in module._modules for module, _ in modes)  # by torch.compile
     device = next((p.device.type for p in model.parameters()), "cpu")
     model.eval()
     try:
         with (
-            torch.compiler.set_stance("force_eager"),
+            torch.compiler.set_stance("force_eager") if wrapped else nullcontext(),
             nullcontext() if by_autocast else torch.autocast(device, enabled=False),
         ):
             yield
     finally:
         for module, training in modes:
             module.training = training
+        for module, compiled in in_place.items():
+            module._compiled_call_impl = compiled
 
 
 def model_importance(

@@ -56,6 +56,7 @@ from moe_nvfp4.quantize.linears import Chosen
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
 
 Model = TypeVar("Model", bound=nn.Module)
+PACKED = (HFExperts, NVFP4Linear)
 
 
 def swap_experts(
@@ -94,7 +95,7 @@ def swap_experts(
     nothing.
     """
     config = MoeNvfp4Config(activations, recipe, exclude, linears, calibration=calibration, cpu_experts=cpu_experts)
-    given, model = model, _inside(model)
+    given, model = model, _inside(model, swapping=True)
     other = getattr(model, "hf_quantizer", None)
     if other is not None and not isinstance(other, _Interrupted):
         raise ValueError(
@@ -213,19 +214,22 @@ def _whole(experts: Iterable[HFExperts]) -> Iterator[None]:
             module.half_swapped = True
 
 
-def _inside(model: Any) -> Any:
-    """The transformers model inside `model`, which PEFT or torch.compile may have wrapped: the one that is saved."""
+def _inside(model: Any, swapping: bool = False) -> Any:
+    """The transformers model inside `model`, which PEFT or torch.compile may have wrapped: the one that is saved.
+    ValueError if another one is beside it, with 4-bit layers or, if it is `swapping`, experts to be swapped."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model in memory is expected, got {model!r:.200}: load it first (from_pretrained)")
     whole = unwrapped(model)
     inside = {id(module) for module in whole.modules()}
-    of_4_bits = ((name, m) for name, m in model.named_modules() if isinstance(m, (HFExperts, NVFP4Linear)))
-    for name, module, *_ in (*of_4_bits, *experts_modules(model)):
-        if id(module) not in inside:
-            raise ValueError(
-                f"{type(model).__name__} holds {type(whole).__name__} and, outside of it, {name}: pass one model at a "
-                "time, each has a config of its own"
-            )
+    others = [name for name, m in model.named_modules() if id(m) not in inside and isinstance(m, PACKED)]
+    if swapping:
+        dense = ((name, id(m)) for name, m, layout in experts_modules(model) if isinstance(layout, ModuleLayout))
+        others += [name for name, key in dense if key not in inside]
+    if others:
+        raise ValueError(
+            f"{type(model).__name__} holds {type(whole).__name__} and, outside of it, {others[0]}: pass one model at a "
+            "time, each has a config of its own"
+        )
     return whole
 
 
@@ -388,7 +392,7 @@ def set_activations(model: Model, activations: str) -> Model:
     """Switch the 4-bit experts and linears of `model` to "bf16" (W4A16), "nvfp4" or "nvfp4_four_over_six" (W4A4), in
     place."""
     check_activations(activations)
-    layers = [m for m in model.modules() if isinstance(m, (HFExperts, NVFP4Linear))]
+    layers = [m for m in model.modules() if isinstance(m, PACKED)]
     config = _config(model, bool(layers))
     for module in layers:
         module.activations = activations
@@ -428,6 +432,7 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
         refuse_elsewhere(parameter, "calibrated")  # a hook brings the parameters that were there when the model loaded
 
     whole: Any = model
+    inner = _inside(model)
 
     def run() -> None:
         for batch in progress_bar(batches, desc="calibrate", unit="batch", show=progress):
@@ -435,8 +440,8 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
                 got = list(batch.shape) if isinstance(batch, Tensor) else type(batch).__name__
                 raise TypeError(f"batches has {got}: it is a list of token ids [B, T], or of dictionaries of inputs")
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
-            if isinstance(batch, Tensor) and batch.numel() and isinstance(_inside(model), PreTrainedModel):
-                check_ids(batch, _inside(model).config)
+            if isinstance(batch, Tensor) and batch.numel() and isinstance(inner, PreTrainedModel):
+                check_ids(batch, inner.config)
             called = reads_ids(model) if isinstance(batch, Tensor) else model
             with _without_padding(layers.values(), inputs.get("attention_mask")):
                 called(**{key: value.to(whole.device) for key, value in inputs.items()})

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.experts import NVFP4Experts
-from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo, read_config
+from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint
 from moe_nvfp4.quantize.layouts.nvfp4 import UNREAD
 from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, PRE_QUANT_SCALE, is_scale
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
+from moe_nvfp4.quantize.source import nvfp4_info
 from moe_nvfp4.quantize.unwritten import Unwritten
 from moe_nvfp4.weights import is_quantized
 
@@ -331,7 +332,8 @@ def check_folder(
         check_form(name, TORCH_DTYPES.get(stored.dtype), info)
     if info is not None:
         _check_scales(tensors, info.dialect)
-    if made_for not in (None, now := _activations(new.config)):
+    now = _activations(new)
+    if None not in (made_for, now) and made_for != now:
         raise ValueError(f"{folder} was made for activations {now!r}, and the files for {made_for!r} {OTHER}")
     if (server := opened(before)) is None or not server.tensors:
         return
@@ -343,11 +345,10 @@ def check_folder(
             raise ValueError(f"{name} is {shapes[0]} in {folder}, and {shapes[1]} in {before}, {OTHER}")
 
 
-def _activations(config: Mapping[str, Any]) -> str | None:
-    """The activations that the NVFP4 files with this config.json were made for; None if it does not say."""
-    info = read_config(config)
-    own = (config.get("quantization_config") or {}).get("moe_nvfp4") or {}
-    return None if info is None else own.get("activations", info.activations)
+def _activations(files: Checkpoint) -> str | None:
+    """The activations that NVFP4 files were made for; None if their config does not say."""
+    info = nvfp4_info(files)
+    return None if info is None else files.own.get("activations", info.activations)
 
 
 def checked(tensors: Iterable[tuple[str, Tensor]], info: QuantizationInfo | None) -> Iterator[tuple[str, Tensor]]:

@@ -37,10 +37,10 @@ def new_file(destination: Path) -> Iterator[Path]:
         yield part
         try:
             os.link(part, destination)
-        except FileExistsError:
-            raise ValueError(f"{destination} was made by someone else meanwhile: name another file") from None
-        except OSError:  # a disk without hard links
-            os.rename(part, destination)
+        except OSError:
+            if os.path.lexists(destination):
+                raise ValueError(f"{destination} was made by someone else meanwhile: name another file") from None
+            os.rename(part, destination)  # a disk without hard links
     finally:
         part.unlink(missing_ok=True)
         if fcntl:  # else `unlock` removes it
@@ -170,7 +170,7 @@ def lock(path: Path, destination: Path) -> int:
     """Lock the file `path` for the process that writes `destination`. Returns a file descriptor for `unlock`.
     ValueError while another process holds the lock."""
     busy = f"{destination} is being written by another converter (lock file {path}): wait for it"
-    flags = os.O_RDWR | os.O_CREAT | (0 if fcntl else os.O_EXCL)
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | (0 if fcntl else os.O_EXCL)
     try:
         fd = os.open(path, flags, 0o644)
     except FileExistsError:  # without fcntl a lock outlives its process

@@ -657,6 +657,8 @@ def test_two_models_in_one_module_are_refused():
                 ):
                     change(both)
         assert {m.activations for m in both.modules() if isinstance(m, HFExperts)} <= {"bf16"}
+    heads = nn.ModuleDict({"body": make(qwen3_moe), "experts": nn.ModuleList(nn.Linear(8, 8) for _ in range(3))})
+    assert kinds(swap_experts(heads, progress=False)["body"]) == ["HFExperts"] * 2  # these are no model's
 
 
 class Computed(Qwen3MoeExperts):

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from moe_nvfp4 import Gate, NVFP4Experts
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.integrations.vllm.loading import ExpertLoader, check_files, dense_names, refresh
+from moe_nvfp4.integrations.vllm.loading import ExpertLoader, check_files, check_folder, dense_names, refresh
 from moe_nvfp4.integrations.vllm.unwritten import Converted
 from moe_nvfp4.integrations.vllm.unwritten import tensors as all_tensors
 from moe_nvfp4.quantize.convert import convert_checkpoint
@@ -45,6 +45,26 @@ def files(dialect, dense, input_scale=None):
             if name in tensors:
                 found[kind, part, e] = tensors[name]
     return found
+
+
+def test_files_of_other_activations(tmp_path):
+    """Also where only hf_quant_config.json says them, and where nothing does."""
+    source = folder(tmp_path, qwen3_moe)
+    for name, activations in (("w4a16", "bf16"), ("w4a4", "nvfp4")):
+        convert_checkpoint(source, tmp_path / name, Options(activations=activations), progress=False)
+    info = read_config(json.loads((tmp_path / "w4a16/config.json").read_text()))
+    check_folder(tmp_path / "w4a16", info, tmp_path / "w4a16", "bf16")
+    with pytest.raises(ValueError, match="w4a4 was made for activations 'nvfp4', and the files for 'bf16' with"):
+        check_folder(tmp_path / "w4a4", info, tmp_path / "w4a16", "bf16")
+    check_folder(tmp_path / "w4a4", info, tmp_path / "w4a16", None)
+    config = json.loads((tmp_path / "w4a4/config.json").read_text())
+    quantization = config.pop("quantization_config")
+    (tmp_path / "w4a4/config.json").write_text(json.dumps(config))
+    said = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": quantization["ignore"]}}
+    (tmp_path / "w4a4/hf_quant_config.json").write_text(json.dumps(said))
+    check_folder(tmp_path / "w4a4", info, tmp_path / "w4a4", "nvfp4")
+    with pytest.raises(ValueError, match="w4a4 was made for activations 'nvfp4'"):
+        check_folder(tmp_path / "w4a4", info, tmp_path / "w4a16", "bf16")
 
 
 def fill(tensors, dialect=None, tp=(0, 1), gate=None, activations="bf16", bias=None, finish=True):
