@@ -23,7 +23,6 @@ from moe_nvfp4.integrations.huggingface.recognise import (
     ModuleLayout,
     changes,
     describe,
-    named_changes,
     own_gate,
     recognise_gate,
 )
@@ -147,24 +146,25 @@ class HFExperts(NVFP4Experts):
             )
         super().__setattr__(name, value)
         if name.endswith(GATE) and "half_swapped" in vars(self):  # what the gate computes
+            self.changes = changes(self, self.source_class)  # torch.compile could not recognise it
             self.gate = recognise_gate(self, self.layout, self.source_class)
 
     def __getstate__(self) -> dict[str, Any]:
         self._look_again()
         # a function that replaced another may have no name, and could not be pickled
-        return {**super().__getstate__(), "changes": named_changes(self.changes)}
+        return {**super().__getstate__(), "changes": self.changes.named()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         now, named = changes(self, self.source_class), state["changes"]
-        if named_changes(now) != named:  # in this process
+        if now.named() != named:  # in this process
             self.gate = recognise_gate(self, self.layout, self.source_class)
         self.changes = now
 
     def _look_again(self) -> None:
         """Recognise the gate anew if something was done to it. NotImplementedError if the class has another forward."""
         if self.changes != (now := changes(self, self.source_class)):
-            if now[-1] is not self.changes[-1]:
+            if now.forward is not self.changes.forward:
                 raise NotImplementedError(
                     f"{self.source_class.__name__}.forward was replaced, and its experts are 4-bit and do not call it: "
                     "put it back, and what it does into a hook (register_forward_hook), or replace it after "

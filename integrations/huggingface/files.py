@@ -19,6 +19,7 @@ from moe_nvfp4.quantize.files import (
     Checkpoint,
     TensorSlice,
     open_checkpoint,
+    read_header,
     read_json,
     read_tensors,
     without_identity_experts,
@@ -210,7 +211,7 @@ class MtpTensors:
 
     names  of the tensors
     dense  those that are dense matrices, without `.weight`
-    files  of the checkpoint: path -> its size and time when the model was loaded
+    files  that hold them, or all of the checkpoint, with `convert`: path -> its size and time when the model was loaded
     convert  whether the files are of another format, of which a conversion makes dense tensors
     layers   how many layers the model had when it was loaded: theirs may be the next number
     """
@@ -245,10 +246,12 @@ class MtpTensors:
         return found
 
     def written(self, folder: str | os.PathLike) -> MtpTensors:
-        """The same, after the model was saved in `folder`, which may be where it was loaded from."""
+        """The same, after they were saved in `folder`, which may be where they were loaded from."""
         home = Path(folder).resolve()
-        new = {p: _size_and_time(p) for p in self.files if Path(p).parent.resolve() == home and Path(p).is_file()}
-        return replace(self, files={**self.files, **new})
+        if all(Path(path).parent.resolve() != home for path in self.files):
+            return self
+        new = [path for path in home.glob("*.safetensors") if not read_header(path)[0].keys().isdisjoint(self.names)]
+        return replace(self, files={str(path): _size_and_time(path) for path in new}, convert=False)
 
 
 def _size_and_time(path: str | os.PathLike) -> tuple[int, int]:
@@ -271,7 +274,8 @@ def mtp_tensors(
     names = [name for name in tensors if is_mtp(name, layers) and any(p.search(name) for p in patterns)]
     dense = [n for n in names if tensors[n].dtype in DENSE and len(tensors[n].shape) == 2]
     stems = frozenset(n.removesuffix(".weight") for n in dense)
-    return MtpTensors(tuple(names), stems, {str(path): _size_and_time(path) for path in files}, convert, layers)
+    paths = files if convert else sorted({tensors[name].file for name in names})
+    return MtpTensors(tuple(names), stems, {str(path): _size_and_time(path) for path in paths}, convert, layers)
 
 
 def report_unused(model: Any, found: CheckpointLayout, mtp: MtpTensors) -> None:

@@ -440,7 +440,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
             save(save_directory, *args, **kwargs)
         finally:
             self._given = None
-        if here:
+        if here and given.get("is_main_process", True):
             self.mtp = self.mtp.written(save_directory)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
@@ -479,7 +479,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if new := {*experts, *linears} - before:  # where dense ones were, if layers changed places
             unname_dense(model, config, new)
         say_scales(config, experts, linears)
-        name_dense(model, config, experts, [name for name, *_ in experts_modules(model)], self.chosen, self.mtp)
+        mtp = MtpTensors() if self.mtp.lost(model) else self.mtp  # which is then not saved
+        name_dense(model, config, experts, [name for name, *_ in experts_modules(model)], self.chosen, mtp)
 
     def _convert(self, model: Any, experts: dict[str, HFExperts], linears: set[str]) -> set[str]:
         """Have the model's conversions save these experts and linears. Returns the names of those before."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +222,7 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = 
     """
     raw, act, own_class = Gate("raw", gated=layout.gated), _activation(module), source_class or type(module)
     own = [f for f in (act, getattr(own_class, "_apply_gate", None)) if f is not None]
-    if changes(module, source_class)[1] or "_apply_gate" in vars(module) or not all(map(is_of_library, own)):
+    if changes(module, source_class).own or "_apply_gate" in vars(module) or not all(map(is_of_library, own)):
         return raw
     read = set[str]()
     seen: Any = _Reading(module, read) if hasattr(own_class, "_apply_gate") else module
@@ -280,24 +280,41 @@ def is_of_library(function: Any) -> bool:
     return str(getattr(made_by, "__module__", None)).partition(".")[0] in ("torch", "transformers")
 
 
-def changes(module: Any, source_class: Any = None) -> tuple:
-    """What was done to the class of `module`, to its gate and to its activation function, if that is a module: (the
-    latter's class, whether it has hooks or a forward of its own, which a fused gate would not call, the functions of
-    both, ..., the forward of the former). source_class: as for `recognise_gate`."""
+class Changes(NamedTuple):
+    """What was done to the class of an experts module, to its gate, and to its activation, if that is a module.
+
+    act          the class of the activation
+    own          whether this has hooks or a forward of its own, which a fused gate would not call
+    gate         the gate's function
+    act_forward  the forward of the activation's class
+    assigned     a forward that was assigned to the activation
+    forward      the forward of the experts' class
+    """
+
+    act: Any
+    own: bool
+    gate: Any
+    act_forward: Any
+    assigned: Any
+    forward: Any
+
+    def named(self) -> list[str]:
+        """The same by names: those that another process may have, too."""
+        return [f"{getattr(x, '__module__', '')}.{getattr(x, '__qualname__', x)}" for x in self]
+
+
+def changes(module: Any, source_class: Any = None) -> Changes:
+    """source_class: as for `recognise_gate`."""
     own_class = source_class or type(module)
-    act, gate, called = _activation(module), getattr(own_class, "_apply_gate", None), own_class.forward
+    act, gate, forward = _activation(module), getattr(own_class, "_apply_gate", None), own_class.forward
     if not isinstance(act, nn.Module):
-        return None, False, gate, called
+        return Changes(None, False, gate, None, None, forward)
     hooks = act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks, act._backward_hooks
-    forward = vars(act).get("forward")
+    assigned = vars(act).get("forward")
     # transformers' use_kernels assigns the method of a class, which is asked whether it computes the same
-    own = forward is not None and not (isinstance(forward, MethodType) and forward.__qualname__.count(".") == 1)
-    return type(act), own or any(map(len, hooks)) or _has_any_global_hook(), gate, type(act).forward, forward, called
-
-
-def named_changes(found: tuple) -> list[str]:
-    """What `changes` found, by names: those that another process may have, too."""
-    return [f"{getattr(x, '__module__', '')}.{getattr(x, '__qualname__', x)}" for x in found]
+    own = assigned is not None and not (isinstance(assigned, MethodType) and assigned.__qualname__.count(".") == 1)
+    own = own or any(map(len, hooks)) or _has_any_global_hook()
+    return Changes(type(act), own, gate, type(act).forward, assigned, forward)
 
 
 def _activation(module: Any) -> Any:

@@ -4,6 +4,7 @@ import copy
 import json
 
 import pytest
+import safetensors
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -25,6 +26,11 @@ def glm4_moe():
     return Glm4MoeForCausalLM(Glm4MoeConfig(
         **SMALL, intermediate_size=96, moe_intermediate_size=48, n_routed_experts=4, num_experts_per_tok=2,
         n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, num_mtp_layers=1))  # fmt: skip
+
+
+def tensors_of(path):
+    with safetensors.safe_open(path, "pt") as file:
+        return [*file.keys()]
 
 
 @pytest.fixture
@@ -157,3 +163,20 @@ def test_layers_whose_files_are_gone_are_missed_aloud(now, source, tmp_path, cap
     if "layers" in now:
         assert torch.equal(kept[f"{LAYER}self_attn.q_proj.weight"], model.model.layers[2].self_attn.q_proj.weight)
     assert not any("eh_proj" in name for name in kept) and bool(kept) == ("layers" in now)
+    ignore = json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]["ignore"]
+    packed = [n for n, t in tensors(tmp_path / "saved").items() if t.dtype == torch.uint8]
+    assert packed and not any(matches(p, n.removesuffix(".weight")) for n in packed for p in ignore)
+
+
+def test_layers_stay_in_a_sharded_folder_that_is_saved_over(source, tmp_path, caplog):
+    """Again and again, and where a shard without them is gone."""
+    load(source, quantization_config=MoeNvfp4Config()).save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    folder = tmp_path / "shards"
+    model = load(folder)
+    files = {path: tensors_of(path) for path in sorted(folder.glob("*.safetensors"))}
+    alone = next(path for path, names in files.items() if not any(name.startswith(LAYER) for name in names))
+    alone.unlink()
+    for _ in range(3):
+        model.save_pretrained(folder)
+        assert sum(name.startswith(LAYER) for name in tensors(folder)) == 27
+    assert "not saved" not in caplog.text
