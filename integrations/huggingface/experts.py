@@ -254,8 +254,8 @@ class HFExperts(NVFP4Experts):
             dense.down_proj.data[e] = layout.stored("down_proj", w2)
             for name in (self.up_name, "down_proj") if layout.bias is not None else ():
                 getattr(dense, f"{name}_bias").data[e] = layout.stored(f"{name}_bias", p[f"{name}_bias"][e])
-        gate = (name for name in vars(self) if name.endswith(GATE))
-        for name in dict.fromkeys((*dict(self.named_children()), *self.copied, *gate)):  # as they are now
+        own = (name for name in vars(self) if name.endswith(GATE) or name in self.copied)
+        for name in (*dict(self.named_children()), *own):  # as they are now
             setattr(dense, name, bound_to(dense, self, getattr(self, name)))
         if hasattr(dense, "mlp"):
             dense.mlp.activation_fn = self.act_fn

@@ -313,7 +313,7 @@ def changes(module: Any, source_class: Any = None) -> Changes:
     assigned = vars(act).get("forward")
     # transformers' use_kernels assigns the method of a class, which is asked whether it computes the same
     own = assigned is not None and not (isinstance(assigned, MethodType) and assigned.__qualname__.count(".") == 1)
-    own = own or any(map(len, hooks)) or _has_any_global_hook()
+    own = own or any(map(len, hooks)) or bool(_has_any_global_hook())
     return Changes(type(act), own, gate, type(act).forward, assigned, forward)
 
 

@@ -238,3 +238,15 @@ def test_hooks_on_the_activation_function_are_called(family):
     for m in experts(model):  # as transformers' use_kernels does: faster, and the same
         m.act_fn.forward = MethodType(type(m.act_fn).forward, m.act_fn)
     assert torch.equal(logits(model), plain) and experts(model)[0].gate.kind != "raw"
+
+
+def test_a_global_hook_counts_as_long_as_it_is_there():
+    """As of a profiler: the gate runs unfused, so that it is called, and is fused again."""
+    model, seen = swap_experts(make(qwen3_moe), progress=False), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *args: seen.append(type(module)))
+    logits(model)
+    assert any("SiLU" in kind.__name__ for kind in seen)
+    assert model.model.layers[0].mlp.experts.gate.kind == "raw"
+    handle.remove()
+    logits(model)
+    assert model.model.layers[0].mlp.experts.gate.kind == "silu"
