@@ -283,7 +283,7 @@ def test_a_command(copy):
 
 @pytest.mark.slow
 def test_an_experts_class(copy, tmp_path):
-    here, file = "Adding an experts class", "integrations/huggingface/experts.py"
+    here, file = "Adding an experts class", "integrations/huggingface/recognise.py"
     (tmp_path / "toy_model.py").write_text(TOY_MODEL)
     copy.change(here, file, "LAYOUTS: ", LAYOUT)
     copy.change(
