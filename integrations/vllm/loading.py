@@ -307,8 +307,7 @@ def folder_of(model: str, revision: str | None, cache: str | None = None) -> str
 
     cache  vLLM's --download-dir
     """
-    elsewhere = "://" in model or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() == "true"
-    if os.path.isdir(model) or elsewhere:  # object storage, from which vLLM streams, or another hub
+    if os.path.isdir(model) or "://" in model:  # object storage, from which vLLM streams
         return model
     from huggingface_hub import snapshot_download
 

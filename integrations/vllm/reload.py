@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import vllm
 from torch import Tensor, nn
+from vllm import envs
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -108,7 +109,8 @@ def _checking(reload: Callable[..., None]) -> Callable[..., None]:
             else:
                 model, load = self.vllm_config.model_config, self.vllm_config.load_config
                 where = (weights_path, None) if weights_path is not None else (model.model, model.revision)
-                folder = folder_of(*where, load.download_dir)  # the server's own may hold other files by now
+                # the server's own may hold other files by now; what another hub has is not compared
+                folder = where[0] if envs.VLLM_USE_MODELSCOPE else folder_of(*where, load.download_dir)
                 check_others(folder, load.load_format)
                 made_for = None
                 if config.info is not None and "activations" not in told(model.hf_config):
