@@ -242,8 +242,7 @@ class Prepared(FP32Scales):
         """Whether a hook of accelerate brings the parameters for each call; other hooks only move the rows."""
         hook = getattr(self, "_hf_hook", None)
         hooks = getattr(hook, "hooks", (hook,))  # a SequentialHook holds several
-        theirs = lambda h: type(h).__module__.startswith("accelerate.")  # a user's own brings no weights
-        return hook is not None and any(getattr(h, "offload", theirs(h)) for h in hooks)
+        return hook is not None and any(getattr(h, "offload", True) for h in hooks)
 
     def _here(self, name: str) -> Tensor:
         """A parameter, or this rank's part of one that is split over ranks (a DTensor), in whatever layout it has."""

@@ -329,7 +329,6 @@ def test_hooks_that_accelerate_calls_stay():
             add_hook_to_module(module, Half())
     hooked = logits(swap_experts(model, linears="attention", progress=False))
     assert relative_error(hooked, plain) > 0.05
-    assert not any(m._offloaded for m in model.modules() if isinstance(m, (HFExperts, NVFP4Linear)))
     assert relative_error(logits(dense_like(model)), hooked) < 1e-5
     for layer in model.model.layers:
         remove_hook_from_module(layer.mlp.experts)
