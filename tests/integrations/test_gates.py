@@ -10,21 +10,10 @@ from torch import nn
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moe_nvfp4.integrations.huggingface import (
-    swap_experts,
-)
+from moe_nvfp4.integrations.huggingface import swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from tests.common import relative_error
-from tests.models import (
-    IDS,
-    dbrx,
-    dense_like,
-    gpt_oss,
-    logits,
-    make,
-    nemotron_h,
-    qwen3_moe,
-)
+from tests.models import IDS, dbrx, dense_like, gpt_oss, logits, make, nemotron_h, qwen3_moe
 
 
 class ByChannel(Qwen3MoeExperts):
