@@ -364,7 +364,9 @@ def _unified(judged: Mapping[str, _Judged]) -> dict[str, list[_Judged]]:
     groups: dict[tuple[str, float], list[_Judged]] = {}
     found = {}
     for stem, matrix in judged.items():
-        module = layer_of(stem) if layer_of(stem) != stem else stem.rpartition(".")[0]
+        module = layer_of(stem)  # of an expert
+        if module == stem:
+            module = stem.rpartition(".")[0]
         found[stem] = groups.setdefault((module, matrix.global_scale), [])
         found[stem].append(matrix)
     return found

@@ -125,8 +125,10 @@ class HFExperts(NVFP4Experts):
         for name in self.copied:
             setattr(self, name, bound_to(self, source, vars(source)[name]))
         for name, child in source.named_children():
-            norm = name == "post_expert_norm"
-            if getattr(source, "has_post_expert_norm", False) if norm else not any(True for _ in child.parameters()):
+            keeps = not any(True for _ in child.parameters())
+            if name == "post_expert_norm":
+                keeps = getattr(source, "has_post_expert_norm", False)
+            if keeps:
                 setattr(self, name, child)
         if isinstance(mlp := getattr(source, "mlp", None), nn.Module):  # DBRX
             self.act_fn = mlp.activation_fn
@@ -146,8 +148,7 @@ class HFExperts(NVFP4Experts):
             )
         super().__setattr__(name, value)
         if name.endswith(GATE) and "half_swapped" in vars(self):  # what the gate computes
-            self.changes = changes(self, self.source_class)  # torch.compile could not recognise it
-            self.gate = recognise_gate(self, self.layout, self.source_class)
+            self._recognise()  # now: torch.compile could not, in the next call
 
     def __getstate__(self) -> dict[str, Any]:
         self._look_again()
@@ -156,10 +157,9 @@ class HFExperts(NVFP4Experts):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        now, named = changes(self, self.source_class), state["changes"]
-        if now.named() != named:  # in this process
-            self.gate = recognise_gate(self, self.layout, self.source_class)
-        self.changes = now
+        self.changes = changes(self, self.source_class)
+        if self.changes.named() != state["changes"]:  # something was done in this process
+            self._recognise()
 
     def _look_again(self) -> None:
         """Recognise the gate anew if something was done to it. NotImplementedError if the class has another forward."""
@@ -170,8 +170,11 @@ class HFExperts(NVFP4Experts):
                     "put it back, and what it does into a hook (register_forward_hook), or replace it after "
                     "model.dequantize()"
                 )
-            self.changes = now
-            self.gate = recognise_gate(self, self.layout, self.source_class)
+            self._recognise()
+
+    def _recognise(self) -> None:
+        self.changes = changes(self, self.source_class)
+        self.gate = recognise_gate(self, self.layout, self.source_class)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self.half_swapped:
@@ -262,10 +265,13 @@ class HFExperts(NVFP4Experts):
         return keep_hooks(dense.train(self.training), self)
 
 
+PACKED = (HFExperts, NVFP4Linear)  # the 4-bit modules of a model
+
+
 def refuse_changed(name: str, module: Any) -> None:
     """NotImplementedError if what a 4-bit module computes was changed in a way that a dense one cannot follow."""
     changed = None
-    if type(module) not in (HFExperts, NVFP4Linear):
+    if type(module) not in PACKED:
         changed = "its class"
     elif assigned(module) == "forward":
         changed = "its forward"

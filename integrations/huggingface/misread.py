@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moe_nvfp4.format import pack, unpack
 from moe_nvfp4.integrations.endpoint import Asked
-from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.experts import PACKED, HFExperts
 from moe_nvfp4.integrations.huggingface.swap import set_activations
 from moe_nvfp4.joined import same_rows
 from moe_nvfp4.linear import NVFP4Linear
@@ -281,7 +281,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _activations(model: nn.Module) -> str:
-    return next(m.activations for m in model.modules() if isinstance(m, (HFExperts, NVFP4Linear)))
+    return next(m.activations for m in model.modules() if isinstance(m, PACKED))
 
 
 def log_probabilities(model: Any, asked: Sequence[Asked]) -> Tensor:

@@ -22,6 +22,7 @@ from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_for_
 from moe_nvfp4.integrations.huggingface.consistent import leave_bad_scales, name_dense, say_scales, unname_dense
 from moe_nvfp4.integrations.huggingface.converters import Conversions, choose_linears, names_for_saving
 from moe_nvfp4.integrations.huggingface.experts import (
+    PACKED,
     HFExperts,
     experts_for,
     experts_modules,
@@ -291,7 +292,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 self._own_save = own
             model.save_pretrained = self.save_pretrained
             for part in _models_inside(model):
-                if any(isinstance(m, (HFExperts, NVFP4Linear)) for m in part.modules()):
+                if any(isinstance(m, PACKED) for m in part.modules()):
                     part.save_pretrained = partial(refuse_part, type(part).__name__)
 
     def update_weight_conversions(self, weight_conversions: list, model: Any = None) -> list:
@@ -446,7 +447,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
         """What is saved: the state dict that was given, or the model's (None: it alone), with multi-token prediction
         layers of its files, which the model does not load. transformers has asked `is_serializable` before."""
-        self._look_again(model)
+        why = self.mtp.lost(model)
+        self._look_again(model, MtpTensors() if why else self.mtp)
         alone = None if self._given is None else dict(self._given)
         state = model.state_dict() if alone is None else alone  # may raise, before transformers writes config.json
         if not self.mtp.names:
@@ -457,7 +459,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
                 f"{len(lost)} tensors of multi-token prediction layers are not saved ({lost[0]}, ...), because "
                 "transformers would rename them: generate(use_mtp=True) needs the original"
             )
-        if why := self.mtp.lost(model):
+        if why:
             logger.warning(
                 f"{len(self.mtp.names)} tensors of multi-token prediction layers are not saved ({self.mtp.names[0]}, "
                 f"...), because {why}: generate(use_mtp=True) needs the original"
@@ -466,9 +468,12 @@ class MoeNvfp4Quantizer(HfQuantizer):
         read = self.mtp.read()
         return state | {key: read[name] for name, key in keys.items() if key is not None}, {}
 
-    def _look_again(self, model: Any) -> None:
+    def _look_again(self, model: Any, mtp: MtpTensors) -> None:
         """Find out what is 4-bit now, and how it is computed: a user may have replaced 4-bit modules by dense ones,
-        added or removed layers, set the activations of all layers, or replaced the model's config."""
+        added or removed layers, set the activations of all layers, or replaced the model's config.
+
+        mtp  the layers for multi-token prediction that are saved, too
+        """
         config = model.config.quantization_config = self.quantization_config
         for activations in activations_of(model):
             config.activations = activations
@@ -479,7 +484,6 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if new := {*experts, *linears} - before:  # where dense ones were, if layers changed places
             unname_dense(model, config, new)
         say_scales(config, experts, linears)
-        mtp = MtpTensors() if self.mtp.lost(model) else self.mtp  # which is then not saved
         name_dense(model, config, experts, [name for name, *_ in experts_modules(model)], self.chosen, mtp)
 
     def _convert(self, model: Any, experts: dict[str, HFExperts], linears: set[str]) -> set[str]:
@@ -554,7 +558,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         dtype = dtype or model.dtype
         modules = model.named_modules(remove_duplicate=False)
-        found: dict[str, Any] = {name: m for name, m in modules if isinstance(m, (HFExperts, NVFP4Linear))}
+        found: dict[str, Any] = {name: m for name, m in modules if isinstance(m, PACKED)}
         for name, module in found.items():
             if name.endswith(".base_layer"):
                 raise ValueError(

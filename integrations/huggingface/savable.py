@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.experts import PACKED, HFExperts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.mapped import SAVED
 from moe_nvfp4.prepared import check_plain, only_shapes
@@ -66,7 +66,7 @@ def check_savable(model: Any, state: Mapping[str, Tensor] | None = None) -> None
         )
     experts: dict[str, HFExperts] = {}
     for name, m in model.named_modules():
-        if isinstance(m, (HFExperts, NVFP4Linear)):
+        if isinstance(m, PACKED):
             check_plain(m, name)
         if isinstance(m, HFExperts):
             experts[name] = m
@@ -165,4 +165,4 @@ def _check_alike(experts: Mapping[str, HFExperts], counts: set[int]) -> None:
 
 def activations_of(model: nn.Module) -> list[str]:
     """What the 4-bit layers of `model` have as activations, each once."""
-    return list(dict.fromkeys(m.activations for m in model.modules() if isinstance(m, (HFExperts, NVFP4Linear))))
+    return list(dict.fromkeys(m.activations for m in model.modules() if isinstance(m, PACKED)))

@@ -31,6 +31,7 @@ from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_for_
 from moe_nvfp4.integrations.huggingface.converters import choose_linears, model_conversions
 from moe_nvfp4.integrations.huggingface.experts import (
     HALF_SWAPPED,
+    PACKED,
     HFExperts,
     assigned,
     dense_forward,
@@ -56,7 +57,6 @@ from moe_nvfp4.quantize.linears import Chosen
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
 
 Model = TypeVar("Model", bound=nn.Module)
-PACKED = (HFExperts, NVFP4Linear)
 
 
 def swap_experts(
