@@ -43,6 +43,7 @@ class ExpertsLayer(Prepared):
 
     down_proj: nn.Parameter
     down_proj_bias: nn.Parameter
+    down_proj_global_scale: nn.Parameter
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ def write_card(report: ConversionReport, source: str, folder: Path, verified: Ve
     import yaml
 
     card, before = folder / "README.md", report.source / "README.md"
-    original = _original(before.read_text("utf-8", "replace") if before.is_file() else "")
+    original = _original(text_of_card(before) or "")
     data = original.data.to_dict()
     data.pop("model-index", None)  # results of the original, which the Hub would show as this model's
     if data.get("base_model_relation") != "quantized":
@@ -119,6 +119,14 @@ def misread_by(folder: Path) -> list[str]:
 def _languages(found: Any) -> Any:
     """Language codes, one or a list, with `no` for Norwegian restored: YAML 1.1 reads it as false."""
     return [_languages(code) for code in found] if isinstance(found, list) else "no" if found is False else found
+
+
+def text_of_card(path: Path) -> str | None:
+    """The text of README.md, "" if there is none; None if it is not UTF-8."""
+    try:
+        return path.read_text("utf-8-sig") if path.is_file() else ""
+    except UnicodeDecodeError:
+        return None
 
 
 def _original(text: str) -> ModelCard:

@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 
 from moe_nvfp4.progress import progress_bar
-from moe_nvfp4.quantize.card import write_card
+from moe_nvfp4.quantize.card import text_of_card, write_card
 from moe_nvfp4.quantize.dense import dense_given
 from moe_nvfp4.quantize.files import (
     INDEX,
@@ -204,8 +204,11 @@ def other_files(checkpoint: Checkpoint) -> tuple[list[Path], dict[str, str]]:
     anew, folder = {"config.json", "hf_quant_config.json"}, checkpoint.folder
     files = sorted(f for f in folder.iterdir() if f.is_file() and f.name not in anew)
     weights = (".safetensors", *OTHER_WEIGHTS)
-    other = [f for f in files if f.suffix not in weights and not re.search(r"\.index(\..+)?\.json$", f.name)]
+    index = re.compile(rf"({'|'.join(map(re.escape, weights))})\.index(\..+)?\.json$")
     left = {f.name: "weights in another format" for f in files if f.suffix in OTHER_WEIGHTS}
+    if text_of_card(folder / "README.md") is None:
+        left["README.md"] = "not UTF-8: the new card has neither its metadata nor its text"
+    other = [f for f in files if f.suffix not in weights and f.name not in left and not index.search(f.name)]
     for file in checkpoint.ignored:
         if file.name in HEADS:
             other.append(file)

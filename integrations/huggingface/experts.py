@@ -181,6 +181,17 @@ class HFExperts(NVFP4Experts):
             raise RuntimeError(HALF_SWAPPED)
         super()._save_to_state_dict(*args)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        name = f"{prefix}{self.up_name}"
+        if self.layout.interleaved and f"{name}_bias" in state_dict and f"{name}_sf" not in state_dict:
+            args[-1].append(  # error_msgs
+                f"{name}_bias comes without {name}_sf, as from a dense model, whose biases alternate between gate and "
+                "up: those of 4-bit experts are [gate; up]. Leave it out; to change these biases, write torch.cat("
+                f"[bias[:, ::2], bias[:, 1::2]], dim=1) of the dense ones into {self.up_name}_bias"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def own_gate(self, w13_out: Tensor) -> Tensor:
         return own_gate(self, self.source_class, self.layout, w13_out)
 
@@ -223,7 +234,7 @@ class HFExperts(NVFP4Experts):
         Rows of tokens that did not choose the expert are zeros. Experts without biases map zeros to zeros, so these
         rows are skipped.
         """
-        E = self.num_experts
+        E = self.down_proj_global_scale.shape[0]
         T = hidden_states.shape[0] // E
         expert = torch.arange(E, device=hidden_states.device).repeat_interleave(T)[:, None]
         index = torch.where((hidden_states != 0).any(dim=-1, keepdim=True), expert, E)
@@ -281,6 +292,12 @@ def refuse_changed(name: str, module: Any) -> None:
         lost = "_apply_gate" in vars(module) and not hasattr(module.source_class, "_apply_gate")
         if own or lost or "own_gate" in vars(module):
             changed = "its gate"
+        elif module.down_proj_global_scale.shape[0] != module.layout.num_experts:
+            raise NotImplementedError(
+                f"{name}: it has {module.down_proj_global_scale.shape[0]} experts, and the dense module that it "
+                f"replaced had {module.layout.num_experts}: save the model (save_pretrained), load it, and dequantize "
+                "that. The model is as it was"
+            )
         elif module.post_expert_norm is not None and not getattr(module, "has_post_expert_norm", False):
             changed = "its post_expert_norm"
     if changed:

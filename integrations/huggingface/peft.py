@@ -88,6 +88,7 @@ class LoraModel(lora.LoraModel):
         wanted = self.peft_config[adapter_name].target_modules
         self._all_linear = isinstance(wanted, str) and wanted.lower() == "all-linear"
         _refuse_to_copy(self.peft_config[adapter_name].modules_to_save or (), model)
+        _refuse_biases(self.peft_config[adapter_name].bias, model)
         if not self.peft_config[adapter_name].inference_mode:
             _refuse_unsynchronised(model)
         found = super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -612,6 +613,16 @@ def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:
                 f"modules_to_save: {name} has 4-bit weights, which are not trained: give it an adapter instead "
                 "(experts by target_parameters, linears by target_modules), or load it dense"
             )
+
+
+def _refuse_biases(trained: str, model: nn.Module) -> None:
+    """NotImplementedError if PEFT would train and save biases that dense experts have in another order."""
+    layouts = [m.layout for m in model.modules() if isinstance(m, HFExperts)]
+    if trained == "all" and any(layout.interleaved and layout.bias for layout in layouts):
+        raise NotImplementedError(
+            "bias='all' would save biases of experts whose rows are [gate; up], and alternate in the dense model: use "
+            "bias='none' or 'lora_only'"
+        )
 
 
 def _check(config: LoraConfig) -> None:

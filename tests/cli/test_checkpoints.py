@@ -224,12 +224,32 @@ def test_the_model_card(folder, tmp_path, monkeypatch, capsys):
     assert "| linears | 8 in NVFP4, recipe `max` |" in card.text
     assert "| activations | NVFP4 (W4A4), blocks by four-over-six |" in card.text
     # a carried folder keeps its activations; a card with unreadable metadata becomes part of the new text
-    for i, content in enumerate((b"\xff\xfe", b"---\n: : :\n---\nIts text.", b"---\n- a\n---\nIts text.")):
+    for i, content in enumerate((b"---\n: : :\n---\nIts text.", b"---\n- a\n---\nIts text.")):
         (tmp_path / "checked" / "README.md").write_bytes(content)
         run("quantize", tmp_path / "checked", tmp_path / f"carried-{i}", "--dialect", "compressed-tensors")
         card = ModelCard.load(tmp_path / f"carried-{i}" / "README.md")
         assert card.data.tags == ["nvfp4", "moe"] and "| activations | NVFP4 (W4A4) |" in card.text
-        assert content.decode(errors="replace") in card.text
+        assert content.decode() in card.text
+
+
+def test_cards_and_indexes_of_other_programs(folder, tmp_path, capsys):
+    """A byte order mark is no text; a card in another encoding is left out, and said so; a name with "index" alone does
+    not make a file a list of weights."""
+    from huggingface_hub import ModelCard
+
+    source = tmp_path / "source"
+    shutil.copytree(folder, source)
+    (source / "faiss.index.json").write_text("{}")
+    (source / "tf_model.h5.index.json").write_text('{"weight_map": {}}')
+    text = "---\nlicense: mit\n---\nIts text: é"
+    for encoding, kept in (("utf-8-sig", True), ("utf-16", False), ("latin-1", False)):
+        (source / "README.md").write_text(text, encoding=encoding)
+        run("quantize", source, tmp_path / encoding, "--recipe", "max")
+        card = ModelCard.load(tmp_path / encoding / "README.md")
+        assert card.data.license == ("mit" if kept else None) and ("Its text: é" in card.text) == kept
+        assert ("README.md: not UTF-8" in capsys.readouterr().out) != kept
+        assert (tmp_path / encoding / "faiss.index.json").read_text() == "{}"
+        assert not (tmp_path / encoding / "tf_model.h5.index.json").exists()
 
 
 def test_the_card_names_what_the_hub_has(folder, tmp_path):

@@ -297,6 +297,43 @@ def test_changes_of_4_bit_experts_that_dense_ones_would_lose_are_refused(what):
     assert torch.equal(logits(model), changed) and kinds(model)[0] == "HFExperts"
 
 
+def test_dense_biases_that_alternate_are_not_taken_for_4_bit_ones():
+    """gpt-oss: names, shapes and dtypes of a dense model's biases are those of a 4-bit one, and the rows are not."""
+    model = swap_experts(make(gpt_oss, torch.float32), progress=False)
+    dense, before = make(gpt_oss, torch.float32), {k: t.clone() for k, t in model.state_dict().items()}
+    same = {k: t for k, t in dense.state_dict().items() if k in before and t.shape == before[k].shape}
+    with pytest.raises(RuntimeError, match=r"experts\.gate_up_proj_bias comes without .*\[bias\[:, ::2\], bias\["):
+        model.load_state_dict(same, strict=False)
+    model.load_state_dict({k: t for k, t in same.items() if not k.endswith("gate_up_proj_bias")}, strict=False)
+    model.load_state_dict(before)
+    with pytest.raises(NotImplementedError, match="bias='all' would save"):
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"], bias="all"))
+    get_peft_model(swap_experts(make(qwen3_moe), progress=False), LoraConfig(target_modules=["q_proj"], bias="all"))
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, llama4])
+@pytest.mark.parametrize("kept", [[3, 1, 0], [0, 1, 2, 3, 1, 0]], ids=["fewer", "more"])
+def test_other_numbers_of_experts(family, kept, tmp_path):
+    """Experts pruned or repeated in a 4-bit model, as in a dense one; Llama 4's have rows for each expert."""
+    model = swap_experts(make(family, torch.float32), progress=False)
+    E, twin = model.config.num_experts if family is qwen3_moe else model.config.num_local_experts, dense_like(model)
+    for m in (model, twin):
+        for module in m.modules():
+            for name, p in [*module.named_parameters(recurse=False)]:
+                if p.shape[0] == E:
+                    setattr(module, name, nn.Parameter(p.data[kept].clone(), requires_grad=False))
+            if hasattr(module, "num_experts") and not isinstance(module, HFExperts):
+                module.num_experts = len(kept)
+        setattr(m.config, "num_local_experts" if family is llama4 else "num_experts", len(kept))
+    want = logits(twin)
+    assert relative_error(logits(model), want) < 1e-5
+    with pytest.raises(NotImplementedError, match=rf"it has {len(kept)} experts, .* had {E}: save the model"):
+        model.dequantize()
+    assert relative_error(logits(model), want) < 1e-5
+    model.save_pretrained(tmp_path)
+    assert relative_error(logits(load(tmp_path, dtype=torch.float32).dequantize()), want) < 1e-5
+
+
 def test_awqs_scales_that_are_added_by_hand_are_said(tmp_path):
     """In one layer only, nothing would read them."""
     model = swap_experts(make(qwen3_moe, torch.float32), progress=False)
