@@ -304,7 +304,7 @@ def test_weights_that_a_base_layer_is_given_by_itself():
 
 def test_a_graph_is_not_captured(monkeypatch):
     mine = get_peft_model(swapped(), config())
-    monkeypatch.setattr("moe_nvfp4.integrations.huggingface.peft.capturing", lambda device: True)
+    monkeypatch.setattr("moe_nvfp4.integrations.huggingface.lora_layers.capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="merge_and_unload"):
         logits(mine)
 

@@ -31,7 +31,8 @@ from moe_nvfp4.integrations.huggingface import (  # noqa: E402
     unregister,
 )
 from moe_nvfp4.integrations.huggingface.experts import HFExperts  # noqa: E402
-from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig, _digest, _Merging  # noqa: E402
+from moe_nvfp4.integrations.huggingface.lora_layers import MergingLayer, digest  # noqa: E402
+from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig  # noqa: E402
 from moe_nvfp4.kernels.cpu import backend as cpu  # noqa: E402
 from moe_nvfp4.linear import NVFP4Linear  # noqa: E402
 from moe_nvfp4.quantize.recipes import quantize_expert  # noqa: E402
@@ -269,8 +270,8 @@ def test_weights_that_are_loaded_after_merging_are_not_unmerged(how, mergeable):
     for module in (NVFP4Linear, HFExperts):
         mine.merge_adapter()
         assert torch.equal(logits(mine), merged)
-        wrapper = next(m for m in mine.modules() if isinstance(m, _Merging) and isinstance(m.get_base_layer(), module))
-        layer = wrapper.get_base_layer()
+        layers = (m.get_base_layer() for m in mine.modules() if isinstance(m, MergingLayer))
+        layer = next(m for m in layers if isinstance(m, module))
         name = "weight" if module is NVFP4Linear else "down_proj"
         other = getattr(layer, name).detach().flip(0)
         if how == "in place":
@@ -295,15 +296,15 @@ def test_weights_that_are_loaded_after_merging_are_not_unmerged(how, mergeable):
 def test_a_digest_changes_with_any_byte(dtype, size):
     torch.manual_seed(0)
     t = torch.randint(256, (size * dtype.itemsize,), dtype=torch.uint8).view(dtype)
-    digest, data = _digest(t), t.view(torch.uint8)
-    assert _digest(t.clone()) == digest
+    before, data = digest(t), t.view(torch.uint8)
+    assert digest(t.clone()) == before
     for i in {0, 7, 8, len(data) // 2, len(data) - 1}.intersection(range(len(data))):
         for bit in (1, 128):
             data[i] ^= bit
-            assert _digest(t) != digest
+            assert digest(t) != before
             data[i] ^= bit
     changed = data.roll(8)
-    assert size == 1 or not torch.equal(changed, data) and _digest(changed) != digest
+    assert size == 1 or not torch.equal(changed, data) and digest(changed) != before
 
 
 def test_merging_into_experts_whose_recipe_needs_data_takes_mse():
