@@ -174,7 +174,13 @@ class HFExperts(NVFP4Experts):
 
     def _recognise(self) -> None:
         self.changes = changes(self, self.source_class)
-        self.gate = recognise_gate(self, self.layout, self.source_class)
+        before, self.gate = self.gate, recognise_gate(self, self.layout, self.source_class)
+        hooked = self.changes.own and self.changes.assigned is None
+        if self.gate.kind == "raw" != before.kind and not hooked and not torch.compiler.is_compiling():
+            logger.warning_once(
+                f"the gate of {self.source_class.__name__} was changed into one of its own: it runs unfused, between "
+                "the two GEMMs"
+            )
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self.half_swapped:

@@ -230,13 +230,21 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = 
     def computed(rows: Tensor) -> Tensor:
         return own_gate(seen, own_class, layout, rows).float()
 
-    with torch.no_grad(), torch.device("cpu"):
+    def runs_on(device: torch.device | str) -> bool:
         try:
-            computed(torch.zeros(1, 4 if layout.gated else 2))
-        except Exception:  # a gate with parameters, which runs unfused
-            return raw
-        if not all(name.endswith(GATE) for name in read):
-            return raw
+            computed(torch.zeros(1, 4 if layout.gated else 2, device=device))
+        except (
+            Exception
+        ):  # a gate with parameters, which runs unfused, or a kernel for GPUs (transformers' use_kernels)
+            return False
+        return True
+
+    with torch.no_grad():
+        gpu = next((p.device for p in module.parameters() if p.is_cuda), None)
+        device = "cpu" if runs_on("cpu") else gpu if gpu is not None and runs_on(gpu) else None
+    if device is None or not all(name.endswith(GATE) for name in read):
+        return raw
+    with torch.no_grad(), torch.device(device):
         values = {name: getattr(module, name) for name in read if isinstance(getattr(module, name), (int, float))}
         limits = {float(v) for name, v in values.items() if name.endswith("limit") and v > 0} | {inf}
         alphas = {float(v) for name, v in values.items() if name.endswith("alpha") and v} | {1.0}

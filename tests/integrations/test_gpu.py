@@ -3,6 +3,7 @@
 import copy
 import warnings
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -268,3 +269,33 @@ def test_streams_beside_one_that_moves_weights(linears, monkeypatch):
     spoil(model)
     are_right += [right(used_late)]
     assert are_right == [True, True, True]
+
+
+def test_an_activation_for_gpus_only_stays_fused():
+    """What transformers' use_kernels assigns: the method of another class, which calls an op that CPUs do not have. It
+    is asked on the GPU whether it computes the same."""
+    library = torch.library.Library("moe_nvfp4_gpus_only", "DEF")
+
+    def kernel(name, function):
+        def write(out, x):
+            out.copy_(function(x))
+
+        def forward(self, x):
+            out = torch.empty_like(x)
+            getattr(torch.ops.moe_nvfp4_gpus_only, name)(out, x)
+            return out
+
+        library.define(f"{name}(Tensor! out, Tensor x) -> ()")
+        library.impl(name, write, "CUDA")
+        forward.__qualname__ = "Kernel.forward"
+        return forward
+
+    model = swap_experts(make(qwen3_moe).cuda(), progress=False)
+    want = logits(model)
+    for function, kind in ((torch.nn.functional.silu, "silu"), (torch.tanh, "raw")):
+        forward = kernel(function.__name__, function)
+        for module in experts(model):
+            module.act_fn.forward = MethodType(forward, module.act_fn)
+        got = logits(model)
+        assert {module.gate.kind for module in experts(model)} == {kind}
+        assert torch.equal(got, want) == (kind == "silu")
