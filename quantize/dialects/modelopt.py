@@ -37,6 +37,12 @@ class ModelOpt(Dialect):
             if unknown:
                 raise ValueError(_unsupported(", ".join(sorted(unknown))))
             used = {name: a for name, a in layers.items() if a in ALGOS}
+            if "quantized_layers" not in q:
+                raise ValueError(
+                    "quant_algo MIXED_PRECISION without quantized_layers, which say what each layer is: if "
+                    "hf_quant_config.json has them, take quantization_config out of config.json (vLLM reads one of "
+                    "the two), else download both again"
+                )
             if not used:
                 raise ValueError("quant_algo MIXED_PRECISION names no NVFP4 layer: nothing here is for this library")
             products = {a for name, a in used.items() if not EMBEDDING.search(name)} or set(used.values())

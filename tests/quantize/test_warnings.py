@@ -138,6 +138,10 @@ def test_configs_of_modelopt_as_vllm_takes_them():
             read_config({"quant_method": "modelopt", **refused})
     beside = {"quantization": {"quant_algo": "W4A16_NVFP4", "exclude_modules": ["lm_head"]}}  # hf_quant_config.json
     assert read_config({}, beside).activations == "bf16" and read_config({}, beside).ignore == ("lm_head",)
+    short = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}  # older ones, whose map is in the other file
+    assert read_config(short, {"quantization": {"quantized_layers": {"a": {"quant_algo": "NVFP4"}}}}).layers
+    with pytest.raises(ValueError, match=r"without quantized_layers.* if hf_quant_config\.json has them"):
+        read_config(short)
     assert read_config({"quantization_config": {"quant_algo": "NVFP4"}}, beside).activations == "nvfp4"
 
 
