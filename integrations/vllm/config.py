@@ -381,6 +381,13 @@ class MoeNvfp4Config(QuantizationConfig):
         named = lambda module: any(matches(p, module) for p in self.ignore) or any(n.endswith(module) for n in names)
         return named(prefix) or bool(parts) and all(map(named, parts))
 
+    def __getattr__(self, name: str) -> Any:
+        """What vLLM asks its own config of these files, as by `kv_cache_scheme`."""
+        base = vars(self).get("base")
+        if base is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return getattr(base, name)
+
     # ---- set by models, and passed on to the base
     @property
     def packed_modules_mapping(self) -> dict[str, list[str]]:

@@ -275,7 +275,7 @@ def check_original(args: argparse.Namespace) -> None:
 
 
 def expert_bytes(model: Any) -> tuple[int, int]:
-    """Bytes of the experts' weights: (if they were bf16, as they are)."""
+    """Bytes of the experts' weights and biases: (if they were bf16, as they are)."""
     from moe_nvfp4.integrations.huggingface.experts import HFExperts
 
     before = after = 0
@@ -284,6 +284,8 @@ def expert_bytes(model: Any) -> tuple[int, int]:
             layout = module.layout
             rows = layout.intermediate_size * (3 if layout.gated else 2)
             before += 2 * layout.num_experts * rows * layout.hidden_size
+            own = module.named_parameters(recurse=False)
+            before += sum(2 * p.numel() for name, p in own if name.endswith("_bias"))
             after += sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)) + module.mapped_bytes
     return before, after
 

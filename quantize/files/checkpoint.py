@@ -204,22 +204,25 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
         raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
     config = _read_config(folder / "config.json")
     found = sorted(folder.glob("*.safetensors"))
-    named = _named_weights(folder, config)
-    path = _find_index(folder) if named is None else named if named.suffix == ".json" else None
-    index = _read_index(path, found if named is None else []) if path is not None else {}
-    path = path if index else None
-    if index:
-        files = tuple(sorted({folder / name for name in index.values()}))
-    else:
-        files = _single(folder, found) if named is None else (named,)
+    files, path, index = _weight_files(folder, config, found)
     tensors = read_tensors(files)
     if path is not None:
         _check_index(path, index, tensors)
-    if named is None:
+    if config.get(NAMED_WEIGHTS) is None:
         _check_usual(path or files[0])
     _check_sizes(folder / "config.json", config, {name: t.shape for name, t in tensors.items()})
     tensors = without_identity_experts(tensors, config)
     return Checkpoint(folder, config, tensors, files, tuple(p for p in found if p not in files), path)
+
+
+def _weight_files(folder: Path, config: Mapping, found: list[Path]) -> tuple[tuple[Path, ...], Path | None, dict]:
+    """The files of the model among all that were `found`, the path of their index (None: they are one file), and what
+    it says. ValueError where these disagree."""
+    named = _named_weights(folder, config)
+    path = _find_index(folder) if named is None else named if named.suffix == ".json" else None
+    if path is not None and (index := _read_index(path, found if named is None else [])):
+        return tuple(sorted({folder / name for name in index.values()})), path, index
+    return _single(folder, found) if named is None else (named,), None, {}
 
 
 def identity_experts(config: Mapping) -> range:
@@ -244,9 +247,12 @@ def check_config(folder: str | os.PathLike) -> None:
     safetensors files there cannot have. To be asked before transformers makes lists and modules of what it says.
     """
     path = Path(folder, "config.json")
-    headers = [read_header(file)[0] for file in sorted(path.parent.glob("*.safetensors"))]
-    shapes = {name: tuple(info["shape"]) for header in headers for name, info in header.items()}
-    _check_sizes(path, _read_config(path), shapes)
+    config = _read_config(path)
+    try:
+        files, *_ = _weight_files(path.parent, config, sorted(path.parent.glob("*.safetensors")))
+    except ValueError:  # whoever loads them says so
+        files = ()
+    _check_sizes(path, config, {name: t.shape for name, t in read_tensors(files).items()})
 
 
 def _check_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -4,9 +4,11 @@
 and log-probabilities agree to 1e-4.
 """
 
+import copy
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.common import free_port, made_demo, python
-from tests.folders import change_config, fp8, quantized, qwen2_moe
+from tests.folders import CONFIGS, change_config, fp8, quantized, qwen2_moe
 from tests.folders import value as value_of
 from tests.integrations.vllm_engine import NEW, PROMPTS, SETTINGS, ask, generate, on_two_ranks
 from tests.integrations.vllm_engine import engine as start
@@ -966,6 +968,12 @@ def test_the_kv_cache_stays_with_vllms_reader():
     config = Config.from_config(NVFP4 | {"ignore": ["*self_attn*"]})
     config.base = SimpleNamespace(get_quant_method=lambda layer, prefix: "vLLM's")
     assert config.get_quant_method(torch.nn.Identity(), "model.layers.0.self_attn.attn") == "vLLM's"
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config = Config.from_config(CONFIGS["compressed-tensors"] | {"ignore": [], "kv_cache_scheme": scheme})
+    for one in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert one.kv_cache_scheme == scheme  # attention reads it to choose the dtype of the cache
+    with pytest.raises(AttributeError):
+        Config().kv_cache_scheme  # noqa: B018
 
 
 def test_names_that_ignore_lists_have():

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from moe_nvfp4 import cli
 from moe_nvfp4.cli.output import printable
-from moe_nvfp4.quantize.files import StagingDir, open_checkpoint, read_header
+from moe_nvfp4.quantize.files import StagingDir, check_config, open_checkpoint, read_header
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import ENVIRONMENT, config_of, converted, edit_config, experts, folder, same_files
 from tests.folders import awq, change_config, quantized
@@ -340,6 +340,23 @@ def test_the_body_of_a_model(tmp_path):
     change_config(tmp_path / "b", architectures=["Qwen3MoeForCausalLM"])
     with pytest.raises(ValueError, match="lm_head.weight. They are of the model's body, as AutoModel saves it"):
         verify_checkpoint(tmp_path / "b")
+
+
+def test_files_beside_the_weights_are_not_read(tmp_path):
+    """macOS's ._ files, a half download of Mistral's consolidated.safetensors, another model's tensors, a folder."""
+    path, large = tmp_path / "a", {"layers.900.x": torch.zeros(2)}
+    make(small).save_pretrained(path)
+    (path / "._model.safetensors").write_bytes(bytes(100))
+    (path / "consolidated.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:900])
+    save_file(large, path / "other.safetensors")
+    (path / "x.safetensors").mkdir()
+    check_config(path)
+    change_config(path, num_hidden_layers=1500)
+    with pytest.raises(ValueError, match="names 1500 layers, and the tensors of the files are numbered to 1"):
+        check_config(path)
+    (path / "model.safetensors").write_bytes(bytes(100))
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated"):
+        check_config(path)
 
 
 @pytest.mark.parametrize("metadata", ["tags: 3", "tags: [[a, b], {c: d}, moe]", "tags: {a: b}", "- a\n- b"])
