@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.destination} exists: name a folder that does not, or remove it first")
     check_writable(args.destination)
     text = text_of(args)
-    source = Path(folder(args.model))
+    source = Path(folder(args.model, copied=True))
     files = open_checkpoint(source)
     state = files.state()
     others, left_out = other_files(files)

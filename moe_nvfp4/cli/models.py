@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# The files that are fetched of a Hub model: nothing in subfolders (original/), no other weight formats (.bin, .gguf).
-HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "README.md", "LICENSE*"]
-
 
 def resolve(model: str) -> str:
     if model != "demo":
@@ -30,17 +28,51 @@ def resolve(model: str) -> str:
     return str(demo_path())
 
 
-def folder(model: str) -> str:
-    """The folder of a model: the one named, or the local cache's for a Hub model."""
+def folder(model: str, copied: bool = False) -> str:
+    """The folder of a model: the one named, or the local cache's for a Hub model.
+
+    copied  say which files of a Hub model are not there: they will not be copied
+    """
     source = resolve(model)
     if Path(source).exists():
         return source
     check_folder(source)
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     with hub_errors(source):
-        snapshot_download(source, allow_patterns="additional_chat_templates/*.jinja")
-        return snapshot_download(source, allow_patterns=HUB_FILES, ignore_patterns="*/*")
+        try:
+            names = [file.rfilename for file in HfApi().model_info(source).siblings or ()]
+        except RepositoryNotFoundError:
+            raise
+        except Exception:  # no network, or HF_HUB_OFFLINE: the errors are those of several HTTP libraries
+            path = snapshot_download(source, local_files_only=True)
+            if copied:
+                there = sorted(file.name for file in Path(path).iterdir() if file.suffix != ".safetensors")
+                note(f"the Hub was not asked: of {source} only what is in the cache is copied, {', '.join(there)}")
+            return path
+        wanted, left = _of_a_model(names)
+        if left and copied:
+            note(f"left on the Hub: {', '.join(left)}")
+        return snapshot_download(source, allow_patterns=[glob.escape(name) for name in wanted])
+
+
+def _of_a_model(names: list[str]) -> tuple[list[str], list[str]]:
+    """Of the files of a repository: those that a model and its copies need; and the others, or their folders."""
+    from moe_nvfp4.quantize.convert import OTHER_WEIGHTS, TEMPLATES
+    from moe_nvfp4.quantize.files import INDEX
+
+    usual = not {"model.safetensors", INDEX}.isdisjoint(names)
+    wanted, left = list[str](), set[str]()
+    for name in names:
+        top, _, inside = name.partition("/")
+        # consolidated.safetensors has the same weights in Mistral's own format
+        twice = usual and top.startswith("consolidated") and top.endswith(".safetensors")
+        if top == TEMPLATES if inside else not (twice or top.endswith(OTHER_WEIGHTS)):
+            wanted.append(name)
+        else:
+            left.add(f"{top}/" if inside else name)
+    return wanted, sorted(left)
 
 
 def weights_of(source: str) -> Path | None:

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.quantize.source import nvfp4_info
     from moe_nvfp4.quantize.verify import verify_checkpoint
 
-    source, recipe = folder(args.source), args.recipe or DEFAULT_RECIPE
+    source, recipe = folder(args.source, copied=True), args.recipe or DEFAULT_RECIPE
     needs = recipe_named(recipe)
     given = ["--recipe"] * bool(args.recipe and not args.share_scales) + ["--activations"] * bool(args.activations)
     if given and Path(source).is_dir() and nvfp4_info(open_checkpoint(source)):

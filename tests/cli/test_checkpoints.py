@@ -9,6 +9,7 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,22 +140,36 @@ def test_every_command_takes_demo_and_hub_names(folder, tmp_path, monkeypatch, c
     import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
 
-    asked = []
+    asked, offline = [], False
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model.v3",
+              "merges.txt", "chat_template.jinja", "modeling_x.py", "LICENSE.md", "NOTICE", "figure[1].png",
+              "additional_chat_templates/tools.jinja"]  # fmt: skip
+    left = ["consolidated-00001-of-2.safetensors", "original/params.json", "original/consolidated.safetensors",
+            "encoding/x.py", "pytorch_model.bin", "model.gguf"]  # fmt: skip
 
-    def snapshot(name, **patterns):
-        files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model",
-                 "merges.txt", "chat_template.jinja", "modeling_x.py", "LICENSE.md", "original/params.json",
-                 "original/consolidated.safetensors", "metal/model.bin", "pytorch_model.bin", "model.gguf",
-                 "additional_chat_templates/tools.jinja", "figure.png"]  # fmt: skip
-        asked.append((name, list(filter_repo_objects(files, **patterns))))
+    class Api:
+        def model_info(self, name):
+            if offline:
+                raise huggingface_hub.errors.OfflineModeIsEnabled("offline")
+            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in wanted + left])
+
+    def snapshot(name, local_files_only=False, **patterns):
+        asked.append((name, local_files_only, list(filter_repo_objects(wanted + left, **patterns))))
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     run("verify", tmp_path / "nvfp4", "--against", "some/model")
+    assert "Hub" not in capsys.readouterr().out
     run("quantize", "some/model", tmp_path / "other", "--dry-run")
-    wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model",
-              "merges.txt", "chat_template.jinja", "modeling_x.py", "LICENSE.md"]  # fmt: skip
-    assert asked == [("some/model", ["additional_chat_templates/tools.jinja"]), ("some/model", wanted)] * 2
+    said = "consolidated-00001-of-2.safetensors, encoding/, model.gguf, original/, pytorch_model.bin"
+    assert f"left on the Hub: {said}\n" in capsys.readouterr().out
+    assert asked == [("some/model", False, wanted)] * 2
+    offline = True
+    run("quantize", "some/model", tmp_path / "other", "--dry-run")
+    assert asked[2] == ("some/model", True, wanted + left)
+    said = capsys.readouterr().out
+    assert re.search("Hub was not asked: of some/model only what is in the cache is copied, .*config.json, gen", said)
 
 
 def test_names_and_letters_that_cannot_be_printed(folder, tmp_path, monkeypatch):
