@@ -91,6 +91,11 @@ def keep_hooks(new: nn.Module, old: nn.Module) -> nn.Module:
     calls. Handles of the former remove them as before, from `new`."""
     hooks = {name: found for name, found in vars(old).items() if re.match(r"_(is_full_)?(for|back)ward_", name)}
     vars(new).update(hooks)
+    if any(found for name, found in vars(old).items() if re.fullmatch(r"_(load_)?state_dict_(pre_|post_)?hooks", name)):
+        logger.warning_once(
+            f"hooks of state dicts on {type(old).__name__} (register_state_dict_pre_hook, ...) do not stay: its "
+            "tensors are others now. Register them again"
+        )
     vars(old).update({name: copy.copy(found) for name, found in hooks.items()})  # someone may keep it, and add others
     hook = vars(old).get("_hf_hook")
     own = [h for h in getattr(hook, "hooks", (hook,)) if h and not type(h).__module__.startswith("accelerate.")]

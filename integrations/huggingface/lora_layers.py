@@ -7,6 +7,7 @@ never made dense. A mergeable adapter is instead kept merged: a call merges it a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -61,6 +62,14 @@ class MergingLayer:
     def _matrices(self) -> tuple[str, Matrices]:
         """The base layer's codes, by their name, which mergeable adapters change, with the scales that they keep."""
         raise NotImplementedError
+
+    def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        # another thread that reads the weights undoes what a call has merged: not until the base layer has them
+        with changing if self.mergeable else nullcontext():
+            return self._forward(*args, **kwargs)
 
     def _learned(self, adapters: list[str]) -> tuple[list[float], list[Tensor]]:
         """What adds `adapters`: their scales and tensors."""
@@ -183,9 +192,14 @@ class MergingLayer:
             )
             with exact:
                 merged = self._merged(adapters)
-        self._before = {name: getattr(base, name).data.clone() for name in merged}
-        for name, tensor in merged.items():
-            getattr(base, name).copy_(tensor)  # a backward pass that needs the bytes before will say so
+        if by_call:  # in other memory: a state dict that was taken, or a thread that computes, keeps what it has
+            self._before = {name: getattr(base, name).data for name in merged}
+            for name, tensor in merged.items():
+                getattr(base, name).data = tensor
+        else:
+            self._before = {name: getattr(base, name).data.clone() for name in merged}
+            for name, tensor in merged.items():
+                getattr(base, name).copy_(tensor)  # a backward pass that needs the bytes before will say so
         self.merged_adapters.extend(adapters)
         self._by_call, self._written = by_call, [] if by_call else self._digests(merged)
         if by_call:
@@ -214,12 +228,15 @@ class MergingLayer:
         base = self.get_base_layer()
         if self.merged_adapters:
             base.unpack()
-        self._by_call, self._written = False, []
+        by_call, self._by_call, self._written = self._by_call, False, []
         base._merged_by = tuple(layer for layer in base._merged_by if layer is not self)
         while self.merged_adapters:
             self.merged_adapters.pop()
         for name, tensor in self.__dict__.pop("_before", {}).items():
-            getattr(base, name).copy_(tensor)
+            if by_call:
+                getattr(base, name).data = tensor
+            else:
+                getattr(base, name).copy_(tensor)
 
 
 class LoraLinear(MergingLayer, lora.Linear):
@@ -233,9 +250,9 @@ class LoraLinear(MergingLayer, lora.Linear):
         base = self.get_base_layer()
         return base.in_features, base.out_features
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not (adapters := self._trained_merged()):
-            return super().forward(x, *args, **kwargs)
+            return lora.Linear.forward(self, x, *args, **kwargs)
         self._check_forward_args(x, *args, **kwargs)
         y = self.base_layer(x, *args, **kwargs)
         for name in adapters if torch.is_grad_enabled() else ():  # a zero that has the adapter's gradients
@@ -321,7 +338,7 @@ class ParamWrapper(MergingLayer, lora.ParamWrapper):
             b = torch.cat([b[:, 0::2], b[:, 1::2]], dim=1)
         return Adapter(a * self.scaling[name], b)
 
-    def forward(self, x: Tensor, *args: Any, adapters: Adapters = ((), ()), **kwargs: Any) -> Tensor:
+    def _forward(self, x: Tensor, *args: Any, adapters: Adapters = ((), ()), **kwargs: Any) -> Tensor:
         self._check_forward_args(x, *args, **kwargs)
         kwargs.pop("adapter_names", None)
         if self.disable_adapters and self.merged:

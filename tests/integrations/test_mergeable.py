@@ -3,7 +3,7 @@
 import copy
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, Event
 
 import pytest
 import torch
@@ -324,6 +324,28 @@ def test_threads_merge_once():
     assert all(torch.equal(answer, want) for answer in answers)
     with model.disable_adapter():
         assert torch.equal(logits(model), base)
+
+
+def test_reading_the_weights_leaves_calls_alone():
+    """State dicts have the weights without the adapter, while another thread calls, and after later calls."""
+    model = get_peft_model(swapped(), config())
+    want = logits(copy.deepcopy(model))
+    state = model.state_dict()
+    before = {name: t.clone() for name, t in state.items()}
+    assert torch.equal(logits(model), want)
+    assert all(torch.equal(t, before[name]) for name, t in state.items())
+    read = Event()
+
+    def reading():
+        while not read.is_set():
+            assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(reading)
+        answers = [logits(model) for _ in range(12)]
+        read.set()
+        reader.result()
+    assert all(torch.equal(answer, want) for answer in answers)
 
 
 def test_weights_of_several_layers_or_processes_are_refused():

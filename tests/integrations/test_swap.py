@@ -257,6 +257,16 @@ def test_hooks_stay_where_a_layer_is_replaced():
     assert relative_error(logits(model), hooked) > 0.01 and seen == ["Qwen3MoeExperts"]
 
 
+def test_hooks_of_state_dicts_do_not_stay(caplog):
+    model = make(qwen3_moe)
+    model.model.layers[0].self_attn.q_proj.register_state_dict_post_hook(lambda *args: None)
+    swap_experts(model, linears="attention", progress=False)
+    assert "hooks of state dicts on Linear" in caplog.text and caplog.text.count("hooks of state dicts") == 1
+    model.model.layers[1].mlp.experts.register_load_state_dict_post_hook(lambda *args: None)
+    model.dequantize()
+    assert "hooks of state dicts on HFExperts" in caplog.text
+
+
 def test_a_module_that_a_user_keeps_has_hooks_of_its_own():
     model, seen = make(qwen3_moe, torch.float32), []
     old = model.model.layers[0].mlp.experts

@@ -976,6 +976,15 @@ def test_the_kv_cache_stays_with_vllms_reader():
         Config().kv_cache_scheme  # noqa: B018
 
 
+def test_a_folder_in_mistrals_own_format_has_no_config(tmp_path):
+    save_file({"layers.0.w": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    found = [tmp_path / "consolidated.safetensors"]
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        vllm_config._opened(tmp_path, found)
+    (tmp_path / "params.json").write_text("{}")
+    assert [*vllm_config._opened(tmp_path, found).tensors] == ["layers.0.w"]
+
+
 def test_names_that_ignore_lists_have():
     """Heads of EXAONE and AFMoE have no name in vLLM, and those of a draft model have another prefix."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
