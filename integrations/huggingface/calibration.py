@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -123,6 +124,16 @@ def tokenizer_at(source: str | os.PathLike) -> Any:
     return found
 
 
+def _fetch_tokenizer(name: str, snapshot: Path) -> None:
+    """Bring the tokenizer of the model `name` on the Hub into its folder in the cache, which may have only weights."""
+    from transformers import AutoTokenizer
+
+    with suppress(Exception):  # whoever reads it says why it cannot
+        AutoTokenizer.from_pretrained(
+            name, revision=snapshot.name, cache_dir=snapshot.parents[2], trust_remote_code=False
+        )
+
+
 def cut(tokenizer: Any, text: str, window: int) -> list[Tensor]:
     """Tokenize `text` and cut it into windows of token ids, int64 [window]; the last may be shorter.
 
@@ -235,7 +246,9 @@ def importance_for_load(source: Checkpoint, model: Any, config: MoeNvfp4Config, 
         )
     if isinstance(config.calibration, os.PathLike):
         return importance_of_file(config.calibration, model)
-    folder = next(iter(source.tensors.values())).file.parent
+    folder, name = next(iter(source.tensors.values())).file.parent, model.config.name_or_path
+    if config.calibration is not None and folder.parent.name == "snapshots" and not os.path.isdir(name):
+        _fetch_tokenizer(name, folder)
     with torch.device("cpu"):  # transformers calls with meta as the default
         batches = calibration_batches(config.calibration, model.config, folder)
         files = LayerFiles(source, on_meta(type(model), model.config, model.dtype), usable_device())

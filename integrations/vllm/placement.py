@@ -42,7 +42,7 @@ class Placement:
             check_cpu_experts(self.wanted, model, len(self.sizes))
             fixed = len(self.sizes) if self.wanted == "all" else self.wanted
             self.count = fixed if isinstance(fixed, int) else fewest_on_cpu(self.sizes, *room(max(self.sizes)))
-        return number < self.count
+        return self.wanted == "all" or number < self.count  # a layer for drafts is made after the others
 
     def __str__(self) -> str:
         on_cpu, others = sum(self.sizes[: self.count]), sum(self.sizes[self.count :])

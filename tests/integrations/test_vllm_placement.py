@@ -50,6 +50,8 @@ def test_a_number_counts_from_the_first_layer():
         created, stay, said = settled(wanted, [10**9] * 4)
         assert created == stay == [True] * count + [False] * (4 - count)
         assert f"experts of {count} of 4 layers stay on the CPU" in said
+    later = Placement("all")  # a layer for drafts is made when the others are settled
+    assert [later.stays(later.add(1), "Model", None) for _ in range(2)] == [True, True]
     with pytest.raises(ValueError, match=r"cpu_experts=5: Model has 4 layers of experts"):
         settled(5, [1] * 4)
 
