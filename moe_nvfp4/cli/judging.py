@@ -101,9 +101,16 @@ class Tasks:
         for task, of in found["results"].items():
             for metric, value in of.items():
                 name = metric.removesuffix(",none")
-                if isinstance(value, float) and "stderr" not in metric:
+                if isinstance(value, int | float) and "," in metric and "stderr" not in metric:
                     scores[f"{task} {name}"] = value
         return scores
+
+
+def _names_in(path: Path) -> list[str]:
+    """The tasks and groups that a YAML file makes. A YAML reader would need lm-eval's tags, such as !function."""
+    text = path.read_text("utf-8-sig", errors="replace")
+    found = re.findall(r"^(?:task|group):[ \t]*([^\s#].*?)[ \t]*(?:#.*)?$", text, re.MULTILINE)
+    return [name.strip("'\"") for name in found]
 
 
 def tasks_of(text: str) -> Tasks:
@@ -111,19 +118,23 @@ def tasks_of(text: str) -> Tasks:
     ValueError for names that lm-eval does not know; to be asked before the models run."""
     need("lm_eval", "--tasks")
     names, own = [name.strip() for name in text.split(",")], None
-    if text.endswith((".yaml", ".yml")):
+    if text.endswith(".yml"):
+        raise ValueError(f"--tasks {text}: lm-eval reads files whose names end in .yaml: rename it")
+    if text.endswith(".yaml"):
         path = Path(text)
         if not path.is_file():
             raise ValueError(f"--tasks {text}: there is no such file")
-        own = TemporaryDirectory()  # lm-eval reads every YAML file below a folder: a virtual environment, too
+        if not (found := _names_in(path)):
+            raise ValueError(f"--tasks {text}: it has no line 'task: NAME', as the YAML file of a task has")
+        names, own = found[:1], TemporaryDirectory()  # lm-eval reads every YAML file below: a virtual environment, too
         for file in path.parent.iterdir():
             if file.suffix in (".yaml", ".yml", ".py") and file.is_file():
                 shutil.copy(file, own.name)
-        # A YAML reader would need lm-eval's tags, such as !function
-        found = re.findall(r"^(?:task|group):[ \t]*([^\s#]+)", path.read_text("utf-8"), re.MULTILINE)
-        if not found:
-            raise ValueError(f"--tasks {text}: it has no line 'task: NAME', as the YAML file of a task has")
-        names = [found[0].strip("'\"")]
+                if file.suffix == ".yaml" and file.name != path.name and names[0] in _names_in(file):
+                    raise ValueError(
+                        f"--tasks {text}: {file.name} beside it has a task {names[0]!r} too, and lm-eval would run one "
+                        "of the two: give it another name, or move one of them to another folder"
+                    )
     try:
         from lm_eval.tasks import TaskManager
     except Exception as error:  # lm-eval before 0.4.11 asks transformers 5 for what it no longer has

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from examples import offline_tasks
-from moe_nvfp4.cli import main
+from moe_nvfp4.cli import judging, main
 from moe_nvfp4.cli.judging import tasks_of
 from moe_nvfp4.demo import demo_text
 from moe_nvfp4.integrations.huggingface import set_activations, swap_experts
@@ -141,6 +141,18 @@ def test_tasks_are_looked_up_before_models_run(folder, text, tmp_path, capsys): 
     assert tasks.names == ["mine"] and "mine" in tasks.manager.all_tasks
     assert "not_asked_for" not in tasks.manager.all_tasks
     assert list(tasks.manager.load_task_or_group(tasks.names)) == ["mine"]
+
+
+@pytest.mark.parametrize("name", ["mine", "'mine' # of ours", '"my task"'])
+def test_two_tasks_of_one_name_are_refused(name, tmp_path, monkeypatch):
+    """lm-eval would run that of the first file. Of a .yml file it would know nothing."""
+    monkeypatch.setattr(judging, "need", lambda *args: None)
+    for file, mark in (("new.yaml", "\ufeff"), ("old.yaml", ""), ("new.yml", "")):
+        (tmp_path / file).write_text(f"{mark}task: {name}\n")
+    with pytest.raises(ValueError, match=r"old\.yaml beside it has a task '(mine|my task)' too"):
+        tasks_of(str(tmp_path / "new.yaml"))
+    with pytest.raises(ValueError, match="names end in .yaml: rename it"):
+        tasks_of(str(tmp_path / "new.yml"))
 
 
 def test_tasks_made_offline(tmp_path):
