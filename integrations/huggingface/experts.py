@@ -23,6 +23,7 @@ from moe_nvfp4.integrations.huggingface.recognise import (
     ModuleLayout,
     changes,
     describe,
+    is_of_library,
     own_gate,
     recognise_gate,
 )
@@ -34,6 +35,8 @@ from moe_nvfp4.quantize.names import names_experts
 logger = logging.get_logger(__name__)
 IMPLEMENTATION = "moe_nvfp4"  # the experts implementation in the configs of 4-bit models
 FLAGS = "has_bias", "has_gate", "has_post_expert_norm", "is_concatenated", "is_transposed"  # of the decorated classes
+# names of the tensors of dense and 4-bit modules
+OWN = re.compile(r"(((gate_up|gate|up|down)_proj|weight)_?)?(sf|global_scale|input_scale|pre_quant_scale|bias)?")
 HALF_SWAPPED = (
     "swap_experts was interrupted: some experts are 4-bit, others dense, and nothing reads such files: call "
     "swap_experts again, which finishes the rest, then save"
@@ -74,7 +77,7 @@ def assigned(module: nn.Module) -> str | None:
         name = key.removeprefix("_old_")
         if getattr(function, "__func__", None) is not getattr(type(module), name, None):
             return name
-    return None
+    return "forward" if isinstance(module, nn.Linear) and not is_of_library(type(module).forward) else None
 
 
 def refuse_assigned(module: nn.Module, name: str) -> None:
@@ -84,6 +87,25 @@ def refuse_assigned(module: nn.Module, name: str) -> None:
             f"{name}: the model's class assigns {function} to this module when it is made, and 4-bit weights would not "
             "run it: assign it to the loaded model, or put it into a hook (register_forward_hook), which stays"
         )
+    refuse_added(name, module)
+
+
+def refuse_added(name: str, module: nn.Module) -> None:
+    """NotImplementedError if `module`, which another one replaces, has tensors or modules that are not of its class:
+    they would vanish with it."""
+    added = [key for key in (*module._parameters, *module._buffers) if not OWN.fullmatch(key)]
+    if added := [*added, *(module._modules if isinstance(module, nn.Linear | NVFP4Linear) else ())]:
+        raise NotImplementedError(
+            f"{name}: {added[0]} was added to this module, and the one that replaces it would not have it: put it into "
+            "a module around this one"
+        )
+
+
+def keep_attributes(new: nn.Module, old: nn.Module, own: Iterable[str]) -> None:
+    """Give `new` the attributes that a user has assigned to `old`: all that are not its `own`."""
+    for key in vars(old).keys() - vars(new).keys() - {*own}:
+        if not key.startswith("_") and not hasattr(type(old), key):
+            setattr(new, key, bound_to(new, old, vars(old)[key]))
 
 
 def keep_hooks(new: nn.Module, old: nn.Module) -> nn.Module:
@@ -144,6 +166,7 @@ class HFExperts(NVFP4Experts):
         self._source = (empty_like(source, "meta"),)  # in a tuple, so that it is no submodule
         self.implementation: str | None = None  # the config's before `set_implementation` changed it
         self.half_swapped = False  # True while `swap_experts` works, and after it was interrupted
+        self._made_with = frozenset(vars(self))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FLAGS and name in vars(self) and value != vars(self)[name]:
@@ -180,11 +203,15 @@ class HFExperts(NVFP4Experts):
     def _recognise(self) -> None:
         self.changes = changes(self, self.source_class)
         before, self.gate = self.gate, recognise_gate(self, self.layout, self.source_class)
+        if before.kind != "raw":
+            self.say_unfused()
+
+    def say_unfused(self) -> None:
+        """Say once that the gate is the model's own; not if it is only unfused while there are hooks to be called."""
         hooked = self.changes.own and self.changes.assigned is None
-        if self.gate.kind == "raw" != before.kind and not hooked and not torch.compiler.is_compiling():
+        if self.gate.kind == "raw" and not hooked and not torch.compiler.is_compiling():
             logger.warning_once(
-                f"the gate of {self.source_class.__name__} was changed into one of its own: it runs unfused, between "
-                "the two GEMMs"
+                f"{self.source_class.__name__} has a gate of its own: it runs unfused, between the two GEMMs"
             )
 
     def _save_to_state_dict(self, *args: Any) -> None:
@@ -281,7 +308,9 @@ class HFExperts(NVFP4Experts):
                 getattr(dense, f"{name}_bias").data[e] = layout.stored(f"{name}_bias", p[f"{name}_bias"][e])
         own = (name for name in vars(self) if name.endswith(GATE) or name in self.copied)
         for name in (*dict(self.named_children()), *own):  # as they are now
+            dense._modules.pop(name, None)  # a function may be in place of a module
             setattr(dense, name, bound_to(dense, self, getattr(self, name)))
+        keep_attributes(dense, self, self._made_with)
         if hasattr(dense, "mlp"):
             dense.mlp.activation_fn = self.act_fn
         return keep_hooks(dense.train(self.training), self)
@@ -292,6 +321,7 @@ PACKED = (HFExperts, NVFP4Linear)  # the 4-bit modules of a model
 
 def refuse_changed(name: str, module: Any) -> None:
     """NotImplementedError if what a 4-bit module computes was changed in a way that a dense one cannot follow."""
+    refuse_added(name, module)
     changed = None
     if type(module) not in PACKED:
         changed = "its class"
@@ -424,8 +454,7 @@ def experts_for(
     """Empty 4-bit experts on `device` that can replace `module`."""
     experts = HFExperts(module, layout, config.activations, config.input_scale, device)
     experts.recipe = config.recipe
-    if experts.gate.kind == "raw":
-        logger.warning_once(f"{type(module).__name__} has a gate of its own: it runs unfused, between the two GEMMs")
+    experts.say_unfused()
     return experts.train(module.training)
 
 

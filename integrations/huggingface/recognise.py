@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from types import MethodType
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from moe_nvfp4.weights import Gate
 
 # how the names of attributes end that a gate computes with
 GATE = ("act_fn", "limit", "alpha", "softcap", "_apply_gate")
+EVERY_MODULE = "training", "forward"
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,10 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = 
     with torch.no_grad():
         gpu = next((p.device for p in module.parameters() if p.is_cuda), None)
         device = "cpu" if runs_on("cpu") else gpu if gpu is not None and runs_on(gpu) else None
-    if device is None or not all(name.endswith(GATE) for name in read):
+    numbers = [name for name in read if not name.endswith(("act_fn", "_apply_gate"))]
+    # a number in a tensor may be trained, or change in place
+    plain = all(isinstance(getattr(module, name), int | float | None) for name in numbers)
+    if device is None or not (plain and all(name.endswith(GATE) for name in read)):
         return raw
     with torch.no_grad(), torch.device(device):
         values = {name: getattr(module, name) for name in read if isinstance(getattr(module, name), (int, float))}
@@ -282,10 +287,22 @@ class _Reading:
 def is_of_library(function: Any) -> bool:
     """Whether a function or module is one of torch or transformers, without parts that may be replaced: a user's own
     may depend on more than its input."""
-    if isinstance(function, nn.Module) and any(True for _ in function.children()):
-        return False
-    made_by = type(function) if isinstance(function, nn.Module) else getattr(function, "func", function)
-    return str(getattr(made_by, "__module__", None)).partition(".")[0] in ("torch", "transformers")
+    if isinstance(function, nn.Module):
+        made_by, parts = type(function), any(True for _ in function.children())
+        return not parts and _in_library(made_by.__module__) and is_of_library(made_by.forward)
+    while function is not None:
+        while isinstance(function, partial):
+            function = function.func
+        # what functools.wraps makes has the name of the module of another function
+        made_in = getattr(function, "__globals__", None)
+        if not _in_library(getattr(function, "__module__", None) if made_in is None else made_in.get("__name__")):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _in_library(module: Any) -> bool:
+    return str(module).partition(".")[0] in ("torch", "transformers")
 
 
 class Changes(NamedTuple):
@@ -296,6 +313,7 @@ class Changes(NamedTuple):
     gate         the gate's function
     act_forward  the forward of the activation's class
     assigned     a forward that was assigned to the activation
+    attributes   what else was assigned to it, as by its constructor
     forward      the forward of the experts' class
     """
 
@@ -304,11 +322,13 @@ class Changes(NamedTuple):
     gate: Any
     act_forward: Any
     assigned: Any
+    attributes: tuple
     forward: Any
 
     def named(self) -> list[str]:
         """The same by names: those that another process may have, too."""
-        return [f"{getattr(x, '__module__', '')}.{getattr(x, '__qualname__', x)}" for x in self]
+        return [f"{getattr(x, '__module__', '')}.{getattr(x, '__qualname__', x)}" for x in (*self, *self.attributes)
+                if x is not self.attributes]  # fmt: skip
 
 
 def changes(module: Any, source_class: Any = None) -> Changes:
@@ -316,13 +336,14 @@ def changes(module: Any, source_class: Any = None) -> Changes:
     own_class = source_class or type(module)
     act, gate, forward = _activation(module), getattr(own_class, "_apply_gate", None), own_class.forward
     if not isinstance(act, nn.Module):
-        return Changes(None, False, gate, None, None, forward)
+        return Changes(None, False, gate, None, None, (), forward)
     hooks = act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks, act._backward_hooks
     assigned = vars(act).get("forward")
     # transformers' use_kernels assigns the method of a class, which is asked whether it computes the same
     own = assigned is not None and not (isinstance(assigned, MethodType) and assigned.__qualname__.count(".") == 1)
     own = own or any(map(len, hooks)) or bool(_has_any_global_hook())
-    return Changes(type(act), own, gate, type(act).forward, assigned, forward)
+    attributes = tuple(value for name, value in vars(act).items() if name[0] != "_" and name not in EVERY_MODULE)
+    return Changes(type(act), own, gate, type(act).forward, assigned, attributes, forward)
 
 
 def _activation(module: Any) -> Any:

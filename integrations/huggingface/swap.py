@@ -39,6 +39,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
     experts_modules,
     find_experts,
     keep_hooks,
+    refuse_added,
     refuse_elsewhere,
     set_implementation,
 )
@@ -291,6 +292,7 @@ def _check_here(name: str, module: nn.Module) -> None:
             f"{name}: {function} was assigned to this module, and 4-bit weights would not run it: assign it after "
             "swapping, or put it into a hook (register_forward_hook), which swapping keeps. The model is as it was"
         )
+    refuse_added(name, module)
     for p in module.parameters():
         if isinstance(p, DTensor):
             raise ValueError(

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from moe_nvfp4 import demo
 from moe_nvfp4.cli import info
+from moe_nvfp4.quantize.card import _loader
 from tests.cli.commands import Terminal, mistake, run
 from tests.common import ROOT
 from tests.folders import change_config, fp8
@@ -245,6 +246,17 @@ def test_the_model_card(folder, tmp_path, monkeypatch, capsys):
         card = ModelCard.load(tmp_path / f"carried-{i}" / "README.md")
         assert card.data.tags == ["nvfp4", "moe"] and "| activations | NVFP4 (W4A4) |" in card.text
         assert content.decode() in card.text
+
+
+def test_the_card_names_the_class_that_loads_the_model(tmp_path):
+    for names, loader in (
+        (["Qwen3MoeForCausalLM"], "AutoModelForCausalLM"),
+        (["Qwen3VLMoeForConditionalGeneration"], "Qwen3VLMoeForConditionalGeneration"),
+        (["OfTheirOwnCode"], "AutoModelForCausalLM"),
+        (None, "AutoModelForCausalLM"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": names}))
+        assert _loader(tmp_path) == loader
 
 
 def test_cards_and_indexes_of_other_programs(folder, tmp_path, capsys):

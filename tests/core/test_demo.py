@@ -85,9 +85,9 @@ def test_a_damaged_cache_is_remade(cache, pip, damage):
     elif damage == "missing":
         model.unlink()
     elif damage == "no manifest":
-        (folder / "manifest.json").unlink()
+        (folder / demo.MANIFEST).unlink()
     else:
-        (folder / "manifest.json").write_text("[1]")
+        (folder / demo.MANIFEST).write_text("[1]")
     assert not is_whole(folder)
     assert demo_path() == folder
     assert is_whole(folder)

@@ -1,19 +1,21 @@
 """The gates of 4-bit experts: recognised by what they compute, and those that may change run unfused."""
 
 import copy
+import functools
 import pickle
 from types import MethodType
 
 import pytest
 import torch
 from torch import nn
+from transformers.activations import SiLUActivation
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_nvfp4.integrations.huggingface import swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from tests.common import relative_error
-from tests.models import IDS, dbrx, dense_like, gpt_oss, logits, make, nemotron_h, qwen3_moe
+from tests.models import IDS, dbrx, dense_like, gemma4, gpt_oss, logits, make, nemotron_h, qwen3_moe
 
 
 class ByChannel(Qwen3MoeExperts):
@@ -227,6 +229,76 @@ def test_hooks_on_the_activation_function_are_called(family):
     for m in experts(model):  # as transformers' use_kernels does: faster, and the same
         m.act_fn.forward = MethodType(type(m.act_fn).forward, m.act_fn)
     assert torch.equal(logits(model), plain) and experts(model)[0].gate.kind != "raw"
+
+
+def wrapped(function):
+    """What users wrap around a function: of the same name, in the same module, and called."""
+
+    @functools.wraps(function)
+    def mine(*args):
+        return function(*args) * FACTOR["by"]
+
+    return mine
+
+
+FACTOR = {"by": 1.0}
+
+
+@pytest.mark.parametrize("which", ["the class's gate", "the activation's class", "the activation"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_function_around_the_librarys_is_called(which, when, monkeypatch):
+    def change(model):
+        if which == "the class's gate":
+            monkeypatch.setattr(Qwen3MoeExperts, "_apply_gate", wrapped(Qwen3MoeExperts._apply_gate))
+        elif which == "the activation's class":
+            monkeypatch.setattr(SiLUActivation, "forward", wrapped(SiLUActivation.forward))
+        else:
+            for layer in model.model.layers:
+                del layer.mlp.experts.act_fn
+                layer.mlp.experts.act_fn = wrapped(nn.functional.silu)
+
+    model = make(qwen3_moe, torch.float32)
+    if when == "before":
+        change(model)
+    swap_experts(model, progress=False)
+    if when == "after":
+        logits(model)
+        change(model)
+    twin, plain = dense_like(model), logits(model)
+    monkeypatch.setitem(FACTOR, "by", 0.5)
+    assert model.model.layers[0].mlp.experts.gate.kind == "raw"
+    assert relative_error(logits(model), logits(twin)) < 1e-5 < 1e-2 < relative_error(logits(twin), plain)
+
+
+def test_attributes_of_an_activation_that_change():
+    model = swap_experts(make(gemma4, torch.float32), progress=False)
+    experts = [m for m in model.modules() if isinstance(m, HFExperts)]
+    plain = logits(model)
+    assert experts[0].gate.kind == "gelu_tanh"
+    for module in experts:
+        module.act_fn.act = nn.functional.relu
+    assert relative_error(logits(model), logits(dense_like(model))) < 1e-5 < 1e-2 < relative_error(logits(model), plain)
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor])
+def test_numbers_of_a_gate_that_are_tensors_may_change(kind):
+    """An alpha that is trained, and begins as the number that a fused gate has."""
+    model = make(gpt_oss, torch.float32)
+    experts = [m for m in model.modules() if type(m).__name__ == "GptOssExperts"]
+    for module in experts:
+        del module.alpha
+        module.alpha = kind(torch.ones(()))
+    if kind is nn.Parameter:  # 4-bit experts would lose it
+        with pytest.raises(NotImplementedError, match="alpha"):
+            swap_experts(model, progress=False)
+        return
+    swap_experts(model, progress=False)
+    twin, plain = dense_like(model), logits(model)
+    for m in (model, twin):
+        for module in m.modules():
+            if hasattr(module, "alpha"):
+                module.alpha.fill_(2.5)
+    assert relative_error(logits(model), logits(twin)) < 1e-5 < 1e-2 < relative_error(logits(twin), plain)
 
 
 def test_a_global_hook_counts_as_long_as_it_is_there():

@@ -257,6 +257,55 @@ def test_hooks_stay_where_a_layer_is_replaced():
     assert relative_error(logits(model), hooked) > 0.01 and seen == ["Qwen3MoeExperts"]
 
 
+def test_attributes_of_modules_stay():
+    """Which a user's hook reads."""
+    model = make(qwen3_moe, torch.float32)
+    attention, experts = model.model.layers[0].self_attn, model.model.layers[0].mlp.experts
+    attention.v_proj.scale = experts.scale = 0.5
+    for module in (attention.v_proj, experts):
+        module.register_forward_hook(lambda module, args, y: y * module.scale)
+    swap_experts(model, linears="attention", progress=False)
+    attention.k_proj.note = model.model.layers[1].mlp.experts.note = "mine"
+    halved = logits(model)
+    attention.v_proj.scale = model.model.layers[0].mlp.experts.scale = 1.0
+    assert relative_error(logits(model), halved) > 1e-2
+    attention.v_proj.scale = model.model.layers[0].mlp.experts.scale = 0.5
+    assert relative_error(logits(model.dequantize()), halved) < 1e-5
+    assert attention.k_proj.note == model.model.layers[1].mlp.experts.note == "mine"
+    assert {*vars(attention.q_proj)} == {*vars(nn.Linear(1, 1)), "_is_hf_initialized"}
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer", "module"])
+def test_what_was_added_to_modules_is_not_lost(what):
+    def add(module):
+        if what == "module":
+            module.add_module("added", nn.Linear(2, 2))
+        else:
+            getattr(module, f"register_{what}")("added", nn.Parameter(torch.ones(2)))
+
+    model = make(qwen3_moe)
+    add(model.model.layers[0].self_attn.q_proj)
+    with pytest.raises(NotImplementedError, match=r"0\.self_attn\.q_proj: added was added"):
+        swap_experts(model, linears="attention", progress=False)
+    assert kinds(model) == ["Qwen3MoeExperts"] * 2
+    for part in ("self_attn.q_proj", "mlp.experts"):
+        model = swap_experts(make(qwen3_moe), linears="attention", progress=False)
+        add(model.model.layers[0].get_submodule(part))
+        if (part, what) == ("mlp.experts", "module"):
+            assert isinstance(model.dequantize().model.layers[0].mlp.experts.added, nn.Linear)
+            continue
+        with pytest.raises(NotImplementedError, match=rf"0\.{part}: added was added"):
+            model.dequantize()
+        assert kinds(model) == ["HFExperts"] * 2
+
+
+def test_a_patch_of_all_linears_is_refused(monkeypatch):
+    plain = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: plain(self, x) * 0.9)
+    with pytest.raises(ValueError, match=r"q_proj: forward was assigned"):
+        swap_experts(make(qwen3_moe), linears="attention", progress=False)
+
+
 def test_hooks_of_state_dicts_do_not_stay(caplog):
     model = make(qwen3_moe)
     model.model.layers[0].self_attn.q_proj.register_state_dict_post_hook(lambda *args: None)
