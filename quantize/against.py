@@ -173,6 +173,9 @@ class _Names:
     def _may_go(self, name: str, checkpoint: Checkpoint) -> bool:
         """Whether `checkpoint` may lack `name`: transformers' save_pretrained leaves it out on purpose, or the user."""
         tied = any(c.get("tie_word_embeddings") for c in sub_configs(checkpoint.config)) and "lm_head" in name
+        there = (self.theirs if checkpoint is self.checkpoint else self.ours).copies
+        if tied and (head := there.get(name)):  # transformers does not tie a head that differs from the embedding
+            tied = any(re.search("emb|wte", n) and t.shape == head.shape and _same(head, t) for n, t in there.items())
         optional = KV_SCALE.search(name) is not None or name.endswith("rotary_emb.inv_freq")
         unused = self.info.activations == "bf16" and name.endswith(f".{self.info.dialect.input_scale}")
         return tied or optional or unused

@@ -257,9 +257,11 @@ def _stand_alone(model: nn.Module) -> None:
 
 
 def _other_models(model: nn.Module) -> list[PreTrainedModel]:
-    """All models in memory that are not a part of `model`."""
+    """All models in memory that are not a part of `model`; those whose construction failed, which an interpreter keeps
+    with the error, are none."""
     inside = {id(module) for module in model.modules()}
-    return [o for o in gc.get_objects() if issubclass(type(o), PreTrainedModel) and id(o) not in inside]
+    models = (o for o in gc.get_objects() if issubclass(type(o), PreTrainedModel) and id(o) not in inside)
+    return [o for o in models if {"_modules", "config"} <= vars(o).keys()]
 
 
 def _whole_of(model: nn.Module, others: Iterable[PreTrainedModel]) -> str | None:

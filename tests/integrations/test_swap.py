@@ -796,6 +796,15 @@ def test_a_save_pretrained_of_the_users_is_called(before, tmp_path):
     assert torch.equal(logits(load(tmp_path / "nvfp4")), logits(load(tmp_path / "copy")))
 
 
+@pytest.mark.parametrize("config", [{"hidden_size": 4}, None], ids=["a dict", "none"])
+def test_a_model_whose_construction_failed_is_none(config):
+    """An interpreter keeps it with the last error."""
+    half = Qwen3MoeForCausalLM.__new__(Qwen3MoeForCausalLM)
+    with pytest.raises((TypeError, AttributeError)):
+        half.__init__(config)
+    assert kinds(swap_experts(make(qwen3_moe), progress=False)) == ["HFExperts"] * 2
+
+
 def test_a_part_of_a_model_is_refused(tmp_path):
     """The whole model would save it without this library: codes by expert, but scales in stacks."""
     whole = make(granite, torch.float32)

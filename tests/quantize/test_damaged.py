@@ -475,12 +475,16 @@ def test_verify_against_another_checkpoint(case, tmp_path):
 
 
 def test_verify_misses_what_save_pretrained_writes_not(tmp_path):
-    """A tied head, scales of a KV cache and tables of RoPE may be missing, and nothing else."""
+    """A tied head, scales of a KV cache and tables of RoPE may be missing, and nothing else: not a head that is said to
+    be tied, and is not the embedding, which transformers does not tie."""
     attention = "model.layers.0.self_attn"
     files = experts(E=2) | {f"{attention}.k_scale": torch.ones(1), f"{attention}.rotary_emb.inv_freq": torch.ones(8)}
-    for tied in (True, False):
-        source = folder(tmp_path / f"{tied}", files, {"text_config": {"tie_word_embeddings": tied}})
-        path = converted(source, tmp_path / f"{tied}-new")
+    own, embedding = files["lm_head.weight"], files["model.embed_tokens.weight"]
+    assert own.shape == embedding.shape and not torch.equal(own, embedding)
+    for said, tied in ((True, True), (True, False), (False, False)):
+        files["lm_head.weight"] = embedding.clone() if tied else own
+        source = folder(tmp_path / f"{said}-{tied}", files, {"text_config": {"tie_word_embeddings": said}})
+        path = converted(source, tmp_path / f"{said}-{tied}-new")
         there = {name: t for name, t in tensors(path).items() if name not in files or ".experts." in name}
         kept = ("model.embed_tokens.weight", f"{attention}.q_proj.weight", *([] if tied else ["lm_head.weight"]))
         for gone in (None, *kept):
