@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_nvfp4.format import dequantize
+from moe_nvfp4.integrations.huggingface.experts import users_hooks
 from moe_nvfp4.integrations.huggingface.hessians import HELD_OUT, HessianSums, Made, as_nvfp4
 from moe_nvfp4.integrations.huggingface.layerwise import LayerWalk, stand_in
 from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout, dense_experts, own_gate
@@ -318,9 +319,12 @@ class Distillation:
     def _adds(self, i: int, before: Any, calls: _Calls) -> bool:
         """Whether layer i adds the output of its experts, unchanged, to all else: after a run without it."""
         walk, module = self.quantized, calls.experts.module
+        if users_hooks(module):
+            return False
         without, walk.states = walk.states or [], before
         found: list[Tensor] = []
-        hook = module.register_forward_hook(lambda module, args, output: found.append(output))
+        # before hooks of a user's, which may change the output
+        hook = module.register_forward_hook(lambda module, args, output: found.append(output), prepend=True)
         try:
             output, _ = walk.run_batch(i, 0)
         finally:

@@ -119,14 +119,18 @@ def keep_hooks(new: nn.Module, old: nn.Module) -> nn.Module:
             "tensors are others now. Register them again"
         )
     vars(old).update({name: copy.copy(found) for name, found in hooks.items()})  # someone may keep it, and add others
-    hook = vars(old).get("_hf_hook")
-    own = [h for h in getattr(hook, "hooks", (hook,)) if h and not type(h).__module__.startswith("accelerate.")]
-    if own:
+    if own := users_hooks(old):
         from accelerate.hooks import add_hook_to_module
 
         for h in own:
             add_hook_to_module(new, h, append=True)
     return new
+
+
+def users_hooks(module: nn.Module) -> list[Any]:
+    """The hooks of a user's that accelerate calls around the forward of `module`."""
+    hook = vars(module).get("_hf_hook")
+    return [h for h in getattr(hook, "hooks", (hook,)) if h and not type(h).__module__.startswith("accelerate.")]
 
 
 # ---------------------------------------------------------------- the drop-in

@@ -31,7 +31,6 @@ from moe_nvfp4.weights import Gate
 
 # how the names of attributes end that a gate computes with
 GATE = ("act_fn", "limit", "alpha", "softcap", "_apply_gate")
-EVERY_MODULE = "training", "forward"
 
 
 @dataclass(frozen=True)
@@ -313,7 +312,7 @@ class Changes(NamedTuple):
     gate         the gate's function
     act_forward  the forward of the activation's class
     assigned     a forward that was assigned to the activation
-    attributes   what else was assigned to it, as by its constructor
+    attributes   of the activation: what GELUTanh and torch's GELU compute by
     forward      the forward of the experts' class
     """
 
@@ -342,7 +341,7 @@ def changes(module: Any, source_class: Any = None) -> Changes:
     # transformers' use_kernels assigns the method of a class, which is asked whether it computes the same
     own = assigned is not None and not (isinstance(assigned, MethodType) and assigned.__qualname__.count(".") == 1)
     own = own or any(map(len, hooks)) or bool(_has_any_global_hook())
-    attributes = tuple(value for name, value in vars(act).items() if name[0] != "_" and name not in EVERY_MODULE)
+    attributes = vars(act).get("act"), vars(act).get("approximate")
     return Changes(type(act), own, gate, type(act).forward, assigned, attributes, forward)
 
 

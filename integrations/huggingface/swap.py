@@ -479,7 +479,8 @@ def _without_padding(layers: Iterable[nn.Module], mask: Tensor | None) -> Iterat
             rows = slots.any(dim=1)
             given["top_k_index"] = index.masked_fill(~slots, layer.num_experts)
         given[names[0]] = x.masked_fill(~rows.view(x.shape[:-1])[..., None], 0)
-        return (), given
+        positional = names[: len(args)]  # as hooks of a user's see them
+        return tuple(given.pop(name) for name in positional), given
 
     handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
     try:

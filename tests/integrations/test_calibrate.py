@@ -172,6 +172,20 @@ def test_routing_may_be_given_by_name_in_any_order():
     assert all(torch.equal(a, b) for a, b in zip(*scales, strict=True)) and len(scales[0]) == 4
 
 
+def test_hooks_see_the_arguments_as_in_other_calls():
+    model, seen = swap_experts(make(qwen3_moe), progress=False), []
+    for module in (model.model.layers[0].mlp.experts, Named(model.model.layers[1].mlp.experts).inside):
+        module.register_forward_hook(lambda m, args, kwargs, y: seen.append((len(args), [*kwargs])), with_kwargs=True)
+    model(PROMPTS[0])
+    before = list(seen)
+    model.model.layers[1].mlp.experts = Named(model.model.layers[1].mlp.experts)
+    calibrate(model, PROMPTS[:1], progress=False)
+    assert before == [(3, []), (3, [])]
+    assert seen[2] == (3, []) and seen[3][0] == 0 and sorted(seen[3][1]) == [
+        "hidden_states", "top_k_index", "top_k_weights",
+    ]  # fmt: skip
+
+
 class Named(torch.nn.Module):
     def __init__(self, experts):
         super().__init__()

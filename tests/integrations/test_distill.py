@@ -258,11 +258,15 @@ def test_an_interrupted_run_goes_on(save_every, tmp_path, monkeypatch, few_steps
     same_tensors(tmp_path / "whole", tmp_path / "new")
 
 
-@pytest.mark.parametrize("family, adds", [(mixtral, True), (granite, False)], ids=["added", "multiplied"])
-def test_targets_are_what_the_layer_lacks(family, adds, monkeypatch, few_steps):
+@pytest.mark.parametrize("how", ["added", "multiplied", "hooked"])
+def test_targets_are_what_the_layer_lacks(how, monkeypatch, few_steps):
     """Of the second layer, computed from two models: the first layer's experts are dense, or dequantized. Granite
-    multiplies what its experts give; there they are to give what the dense ones give."""
+    multiplies what its experts give, and a user's hook may; there they are to give what the dense ones give."""
+    family = granite if how == "multiplied" else mixtral
     model, data, seen = make(family, torch.float32), batches(), []
+    if how == "hooked":
+        for layer in model.model.layers:
+            layer.mlp.experts.register_forward_hook(lambda module, args, y: y * 0.5)
     if family is granite:
         for layer in model.model.layers:
             layer.residual_multiplier = 0.5
@@ -275,7 +279,8 @@ def test_targets_are_what_the_layer_lacks(family, adds, monkeypatch, few_steps):
     def second(name, zero):
         """The output of the second layer, and what its experts get and give."""
         module, calls, after = experts.module, [], []
-        hooks = [module.register_forward_hook(lambda m, args, y: calls.append((*args, y)) or (0 * y if zero else y)),
+        seen = lambda m, args, y: calls.append((*args, y)) or (0 * y if zero else y)
+        hooks = [module.register_forward_hook(seen, prepend=True),
                  layers[1].register_forward_hook(lambda m, args, y: after.append(y))]  # fmt: skip
         with torch.no_grad():
             for ids in data:
@@ -293,7 +298,7 @@ def test_targets_are_what_the_layer_lacks(family, adds, monkeypatch, few_steps):
     torch.testing.assert_close(rows.x, x, rtol=1e-4, atol=1e-5)
     assert torch.equal(rows.index, index)
     torch.testing.assert_close(rows.weights, weights, rtol=1e-4, atol=1e-5)
-    want = outputs["dense"] - outputs["quantized"] if adds else given_by_dense
+    want = outputs["dense"] - outputs["quantized"] if how == "added" else given_by_dense
     torch.testing.assert_close(rows.target, want, rtol=1e-4, atol=1e-4)
 
 
