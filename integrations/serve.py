@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -55,6 +56,12 @@ def serve_command(
     if find_spec(engine) is None:
         raise ImportError(f"{engine} is not installed: pip install {engine}")
     if engine == "vllm":
+        plugins = os.environ.get("VLLM_PLUGINS")
+        if plugins is not None and "moe_nvfp4" not in plugins.split(","):
+            raise ValueError(
+                f"VLLM_PLUGINS is {plugins!r}, so vLLM would not load this library, and run NVFP4 files by its own "
+                "kernels: add moe_nvfp4 to it"
+            )
         server = [sys.executable, "-P", "-c", VLLM, "serve", model]
         names = [option.partition("=")[0].replace("_", "-") for option in options]  # as vLLM reads them
         if own := [name for name in names if name in ("--model", "--quantization") or name.startswith("-q")]:

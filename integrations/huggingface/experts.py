@@ -227,9 +227,9 @@ class HFExperts(NVFP4Experts):
         name = f"{prefix}{self.up_name}"
         if self.layout.interleaved and f"{name}_bias" in state_dict and f"{name}_sf" not in state_dict:
             args[-1].append(  # error_msgs
-                f"{name}_bias comes without {name}_sf, as from a dense model, whose biases alternate between gate and "
-                "up: those of 4-bit experts are [gate; up]. Leave it out; to change these biases, write torch.cat("
-                f"[bias[:, ::2], bias[:, 1::2]], dim=1) of the dense ones into {self.up_name}_bias"
+                f"{name}_bias comes without {name}_sf, so it may be a dense model's, which alternates between gate and "
+                "up, and that of 4-bit experts is [gate; up]: leave it out, and write it into "
+                f"{self.up_name}_bias.data; a dense one as torch.cat([bias[:, ::2], bias[:, 1::2]], dim=1)"
             )
             return
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 from transformers import PretrainedConfig
@@ -27,6 +28,15 @@ def test_vllm_where_it_is_installed(monkeypatch):
         command = serve.serve_command("some/model", engine, ["--port", "1"])
         assert command[:3] == [sys.executable, "-P", "-c"]
         assert command[4:] == ["serve", "some/model", "--quantization", "moe_nvfp4", "--port", "1"]
+
+
+def test_plugins_of_vllm_include_this_one(monkeypatch):
+    """Else vLLM would run NVFP4 files by kernels of its own, without a word."""
+    installed(monkeypatch, "vllm")
+    for plugins, allowed in (("lora_filesystem_resolver", False), ("", False), ("other,moe_nvfp4", True)):
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+        with nullcontext() if allowed else pytest.raises(ValueError, match="add moe_nvfp4 to it"):
+            serve.serve_command("some/model")
 
 
 def test_vllm_is_told_of_files_that_become_nvfp4(monkeypatch, tmp_path):
