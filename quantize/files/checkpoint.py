@@ -236,7 +236,7 @@ def identity_experts(config: Mapping) -> range:
 
 def without_identity_experts(tensors: dict[str, TensorSlice], config: Mapping) -> dict[str, TensorSlice]:
     """`tensors` without gate and up of identity experts: transformers' class has and saves these, and reads none."""
-    unused, last = identity_experts(config), re.compile(r".*\.experts\.(\d+)\.(?:gate|up)_proj\.weight")
+    unused, last = identity_experts(config), re.compile(r".*\.experts\.(\d+)\.(?:gate|up)_proj\.weight(_scale_inv)?")
     if not unused:
         return tensors
     return {name: t for name, t in tensors.items() if not ((m := last.fullmatch(name)) and int(m[1]) in unused)}

@@ -24,6 +24,7 @@ from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests import checkpoints
 from tests.common import THRESHOLDS, peak_while_loading, relative_error, stand_for_hopper
+from tests.folders import change_config, fp8
 from tests.models import (
     FAMILIES,
     IDS,
@@ -233,6 +234,19 @@ def test_rows_of_identity_experts(rows, tmp_path):
     loaded = load(source, quantization_config=MoeNvfp4Config(recipe="weighted", calibration=IDS))
     convert_checkpoint(source, tmp_path / "weighted", Options("weighted", importance=importance), progress=False)
     assert torch.equal(logits(load(tmp_path / "weighted")), logits(loaded))
+
+
+def test_identity_experts_in_fp8(tmp_path):
+    """Their scales go where their weights do."""
+    source = folder(tmp_path, longcat)
+    files = tensors(source)
+    for name in [n for n in files if ".mlp.experts." in n]:
+        files[name], files[f"{name}_scale_inv"], _ = fp8("block", files[name].float())
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    change_config(source, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    convert_checkpoint(source, tmp_path / "new", progress=False)
+    assert verify_checkpoint(tmp_path / "new", source).warnings == []
+    assert not [name for name in tensors(tmp_path / "new") if re.search(r"experts\.[45]\.", name)]
 
 
 @pytest.mark.slow
