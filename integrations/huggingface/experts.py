@@ -224,11 +224,12 @@ class HFExperts(NVFP4Experts):
         super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        name = f"{prefix}{self.up_name}"
-        if self.layout.interleaved and f"{name}_bias" in state_dict and f"{name}_sf" not in state_dict:
+        name, packed = f"{prefix}{self.up_name}", ("_sf", "_global_scale")
+        biased = self.layout.interleaved and f"{name}_bias" in state_dict
+        if biased and not any(key.endswith(packed) for key in state_dict):
             args[-1].append(  # error_msgs
-                f"{name}_bias comes without {name}_sf, so it may be a dense model's, which alternates between gate and "
-                "up, and that of 4-bit experts is [gate; up]: leave it out, and write it into "
+                f"{name}_bias comes without 4-bit weights, so it may be a dense model's, which alternates between gate "
+                "and up, and that of 4-bit experts is [gate; up]: leave it out, and write it into "
                 f"{self.up_name}_bias.data; a dense one as torch.cat([bias[:, ::2], bias[:, 1::2]], dim=1)"
             )
             return

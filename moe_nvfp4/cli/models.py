@@ -38,18 +38,19 @@ def folder(model: str, copied: bool = False) -> str:
         return source
     check_folder(source)
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     with hub_errors(source):
         try:
             names = [file.rfilename for file in HfApi().model_info(source).siblings or ()]
-        except RepositoryNotFoundError:
-            raise
-        except Exception:  # no network, or HF_HUB_OFFLINE: the errors are those of several HTTP libraries
-            path = snapshot_download(source, local_files_only=True)
+        except Exception as error:  # no network, HF_HUB_OFFLINE, no token: errors of several libraries
+            try:
+                path = snapshot_download(source, local_files_only=True)
+            except LocalEntryNotFoundError as absent:
+                raise (error if isinstance(error, OSError) else absent) from None
             if copied:
                 there = sorted(file.name for file in Path(path).iterdir() if file.suffix != ".safetensors")
-                note(f"the Hub was not asked: of {source} only what is in the cache is copied, {', '.join(there)}")
+                note(f"the Hub does not answer: of {source} only what is in the cache is copied, {', '.join(there)}")
             return path
         wanted, left = _of_a_model(names)
         if left and copied:
