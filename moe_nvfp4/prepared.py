@@ -45,6 +45,24 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+_calls = threading.local()
+
+
+@contextmanager
+def before_weights(module: nn.Module, function: Callable[[], None]) -> Iterator[None]:
+    """In this thread, calls of `module` call `function` before they take the weights, which no other thread changes in
+    between."""
+    functions = _calls.__dict__.setdefault("before", {})
+    before = functions.get(module, ())
+    functions[module] = (*before, function)
+    try:
+        yield
+    finally:
+        functions[module] = before
+        if not before:
+            del functions[module]
+
+
 @dataclass
 class Packed:
     """What is known of parameters in a backend's layout.
@@ -91,6 +109,8 @@ class Prepared(FP32Scales):
             check_plain(self)
             return self._select(*problem), self.weights
         with changing:
+            for function in getattr(_calls, "before", {}).get(self, ()):
+                function()
             now, last = self._state(problem), _last.get(self)
             if last is not None and last[0] == now:
                 self._note_capture()

@@ -58,7 +58,9 @@ from moe_nvfp4.quantize.report import ConversionReport, readable_size
 from moe_nvfp4.quantize.source import nvfp4_info
 from moe_nvfp4.quantize.work import default_workers, run_jobs
 
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+OTHER_WEIGHTS = (
+    ".bin", ".pt", ".pth", ".ckpt", ".nemo", ".ot", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".npz",
+)  # fmt: skip
 HEADS = ("head.safetensors", "readout.safetensors")  # of decision models, which transformers reads beside the weights
 TEMPLATES = "additional_chat_templates"  # the folder where tokenizers with several templates keep them, as *.jinja
 

@@ -93,18 +93,20 @@ def refuse_assigned(module: nn.Module, name: str) -> None:
 def refuse_added(name: str, module: nn.Module) -> None:
     """NotImplementedError if `module`, which another one replaces, has tensors or modules that are not of its class:
     they would vanish with it."""
-    added = [key for key in (*module._parameters, *module._buffers) if not OWN.fullmatch(key)]
+    own = re.compile("weight|bias") if isinstance(module, nn.Linear) else OWN
+    tensors = {**module._parameters, **module._buffers}.items()
+    added = [key for key, tensor in tensors if tensor is not None and not own.fullmatch(key)]
     if added := [*added, *(module._modules if isinstance(module, nn.Linear | NVFP4Linear) else ())]:
         raise NotImplementedError(
             f"{name}: {added[0]} was added to this module, and the one that replaces it would not have it: put it into "
-            "a module around this one"
+            "a module around this one. The model is as it was"
         )
 
 
 def keep_attributes(new: nn.Module, old: nn.Module, own: Iterable[str]) -> None:
-    """Give `new` the attributes that a user has assigned to `old`: all that are not its `own`."""
+    """Give `new` the attributes that a user has assigned to `old`: all that are not its `own`, nor of either class."""
     for key in vars(old).keys() - vars(new).keys() - {*own}:
-        if not key.startswith("_") and not hasattr(type(old), key):
+        if not (key.startswith("_") or hasattr(type(old), key) or hasattr(type(new), key)):
             setattr(new, key, bound_to(new, old, vars(old)[key]))
 
 

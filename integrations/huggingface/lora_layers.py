@@ -23,7 +23,7 @@ from moe_nvfp4.devices import capturing
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, refuse_elsewhere
 from moe_nvfp4.ops import Adapter, Adapters
-from moe_nvfp4.prepared import changing, in_fsdp
+from moe_nvfp4.prepared import before_weights, changing, in_fsdp
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert, quantize_matrix, recipe_named
 from moe_nvfp4.stages import joined
 from moe_nvfp4.weights import Matrices
@@ -67,9 +67,17 @@ class MergingLayer:
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        # another thread that reads the weights undoes what a call has merged: not until the base layer has them
-        with changing if self.mergeable else nullcontext():
+        with before_weights(self.get_base_layer(), self._merge_again) if self.mergeable else nullcontext():
             return self._forward(*args, **kwargs)
+
+    def _merge_again(self) -> None:
+        """Merge what a call has merged, if another thread that reads the weights has undone it since."""
+        active = self._active()
+        if self.mergeable.intersection(active) and not self.merged_adapters:
+            self.merge(adapter_names=active, by_call=True)
+
+    def _active(self) -> list[str]:
+        return [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
 
     def _learned(self, adapters: list[str]) -> tuple[list[float], list[Tensor]]:
         """What adds `adapters`: their scales and tensors."""
@@ -82,7 +90,7 @@ class MergingLayer:
 
         NotImplementedError if only some are and under FSDP2, RuntimeError while a CUDA graph is captured.
         """
-        active = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
+        active = self._active()
         if not self.mergeable.intersection(active):
             return []
         self._check_alike(active)
@@ -194,8 +202,9 @@ class MergingLayer:
                 merged = self._merged(adapters)
         if by_call:  # in other memory: a state dict that was taken, or a thread that computes, keeps what it has
             self._before = {name: getattr(base, name).data for name in merged}
-            for name, tensor in merged.items():
-                getattr(base, name).data = tensor
+            with torch.inference_mode(False):  # whose tensors no later call could train with
+                for name, tensor in merged.items():
+                    getattr(base, name).data = torch.empty_like(self._before[name]).copy_(tensor)
         else:
             self._before = {name: getattr(base, name).data.clone() for name in merged}
             for name, tensor in merged.items():
@@ -233,10 +242,12 @@ class MergingLayer:
         while self.merged_adapters:
             self.merged_adapters.pop()
         for name, tensor in self.__dict__.pop("_before", {}).items():
-            if by_call:
-                getattr(base, name).data = tensor
+            p = getattr(base, name)
+            moved = p.device != tensor.device or p.device.type == "cpu" and p.is_shared()  # since the call
+            if by_call and not moved:
+                p.data = tensor
             else:
-                getattr(base, name).copy_(tensor)
+                p.copy_(tensor)
 
 
 class LoraLinear(MergingLayer, lora.Linear):
@@ -347,7 +358,7 @@ class ParamWrapper(MergingLayer, lora.ParamWrapper):
         if trained and torch.is_grad_enabled():  # two that are zero together, of which one has gradients
             added = [self.adapter(name) for name in trained]
             mine = (*added, *(Adapter(a.detach(), -b.detach()) for a, b in added))
-        elif not (self.disable_adapters or self.merged):
+        elif not (trained or self.disable_adapters or self.merged):
             mine = tuple(self.adapter(name) for name in self.active_adapters if name in self.lora_A)
         else:
             mine = ()

@@ -234,22 +234,20 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = 
     def runs_on(device: torch.device | str) -> bool:
         try:
             computed(torch.zeros(1, 4 if layout.gated else 2, device=device))
-        except (
-            Exception
-        ):  # a gate with parameters, which runs unfused, or a kernel for GPUs (transformers' use_kernels)
+        except Exception:  # a gate with parameters, which runs unfused, or a kernel for GPUs (`use_kernels`)
             return False
         return True
 
     with torch.no_grad():
         gpu = next((p.device for p in module.parameters() if p.is_cuda), None)
         device = "cpu" if runs_on("cpu") else gpu if gpu is not None and runs_on(gpu) else None
-    numbers = [name for name in read if not name.endswith(("act_fn", "_apply_gate"))]
-    # a number in a tensor may be trained, or change in place
-    plain = all(isinstance(getattr(module, name), int | float | None) for name in numbers)
-    if device is None or not (plain and all(name.endswith(GATE) for name in read)):
+    if device is None or not all(name.endswith(GATE) for name in read):
         return raw
+    numbers = {name: getattr(module, name, None) for name in read if not name.endswith(("act_fn", "_apply_gate"))}
+    if not all(isinstance(v, int | float | None) for v in numbers.values()):  # a tensor may be trained, or changed
+        return raw
+    values = {name: v for name, v in numbers.items() if v is not None}
     with torch.no_grad(), torch.device(device):
-        values = {name: getattr(module, name) for name in read if isinstance(getattr(module, name), (int, float))}
         limits = {float(v) for name, v in values.items() if name.endswith("limit") and v > 0} | {inf}
         alphas = {float(v) for name, v in values.items() if name.endswith("alpha") and v} | {1.0}
         beyond = [sign * scale * limit for limit in limits - {inf} for scale in (0.99, 1.01, 2) for sign in (-1, 1)]
@@ -312,8 +310,8 @@ class Changes(NamedTuple):
     gate         the gate's function
     act_forward  the forward of the activation's class
     assigned     a forward that was assigned to the activation
-    attributes   of the activation: what GELUTanh and torch's GELU compute by
     forward      the forward of the experts' class
+    attributes   of the activation: what GELUTanh and torch's GELU compute by
     """
 
     act: Any
@@ -321,13 +319,13 @@ class Changes(NamedTuple):
     gate: Any
     act_forward: Any
     assigned: Any
-    attributes: tuple
     forward: Any
+    attributes: tuple
 
     def named(self) -> list[str]:
         """The same by names: those that another process may have, too."""
-        return [f"{getattr(x, '__module__', '')}.{getattr(x, '__qualname__', x)}" for x in (*self, *self.attributes)
-                if x is not self.attributes]  # fmt: skip
+        found = (*self[:-1], *self.attributes)
+        return [f"{getattr(x, '__module__', '')}.{getattr(x, '__qualname__', x)}" for x in found]
 
 
 def changes(module: Any, source_class: Any = None) -> Changes:
@@ -335,14 +333,14 @@ def changes(module: Any, source_class: Any = None) -> Changes:
     own_class = source_class or type(module)
     act, gate, forward = _activation(module), getattr(own_class, "_apply_gate", None), own_class.forward
     if not isinstance(act, nn.Module):
-        return Changes(None, False, gate, None, None, (), forward)
+        return Changes(None, False, gate, None, None, forward, ())
     hooks = act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks, act._backward_hooks
     assigned = vars(act).get("forward")
     # transformers' use_kernels assigns the method of a class, which is asked whether it computes the same
     own = assigned is not None and not (isinstance(assigned, MethodType) and assigned.__qualname__.count(".") == 1)
     own = own or any(map(len, hooks)) or bool(_has_any_global_hook())
     attributes = vars(act).get("act"), vars(act).get("approximate")
-    return Changes(type(act), own, gate, type(act).forward, assigned, attributes, forward)
+    return Changes(type(act), own, gate, type(act).forward, assigned, forward, attributes)
 
 
 def _activation(module: Any) -> Any:

@@ -106,10 +106,10 @@ class Tasks:
         return scores
 
 
-def _names_in(path: Path) -> list[str]:
-    """The tasks and groups that a YAML file makes. A YAML reader would need lm-eval's tags, such as !function."""
+def _names_in(path: Path, kinds: str = "task|group") -> list[str]:
+    """The tasks and groups that a YAML file names. A YAML reader would need lm-eval's tags, such as !function."""
     text = path.read_text("utf-8-sig", errors="replace")
-    found = re.findall(r"^(?:task|group):[ \t]*([^\s#].*?)[ \t]*(?:#.*)?$", text, re.MULTILINE)
+    found = re.findall(rf"^(?:{kinds}):[ \t]*([^\s#].*?)[ \t]*(?:#.*)?$", text, re.MULTILINE)
     return [name.strip("'\"") for name in found]
 
 
@@ -130,7 +130,7 @@ def tasks_of(text: str) -> Tasks:
         for file in path.parent.iterdir():
             if file.suffix in (".yaml", ".yml", ".py") and file.is_file():
                 shutil.copy(file, own.name)
-                if file.suffix == ".yaml" and file.name != path.name and names[0] in _names_in(file):
+                if file.suffix == ".yaml" and file.name != path.name and names[0] in _names_in(file, "task"):
                     raise ValueError(
                         f"--tasks {text}: {file.name} beside it has a task {names[0]!r} too, and lm-eval would run one "
                         "of the two: give it another name, or move one of them to another folder"

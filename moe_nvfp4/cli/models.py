@@ -31,7 +31,7 @@ def resolve(model: str) -> str:
 def folder(model: str, copied: bool = False) -> str:
     """The folder of a model: the one named, or the local cache's for a Hub model.
 
-    copied  say which files of a Hub model are not there: they will not be copied
+    copied  whether its files are copied into a new one: all that belong there are fetched, and it is said which are not
     """
     source = resolve(model)
     if Path(source).exists():
@@ -52,14 +52,18 @@ def folder(model: str, copied: bool = False) -> str:
                 there = sorted(file.name for file in Path(path).iterdir() if file.suffix != ".safetensors")
                 note(f"the Hub does not answer: of {source} only what is in the cache is copied, {', '.join(there)}")
             return path
-        wanted, left = _of_a_model(names)
+        wanted, left = _of_a_model(names, copied)
         if left and copied:
             note(f"left on the Hub: {', '.join(left)}")
         return snapshot_download(source, allow_patterns=[glob.escape(name) for name in wanted])
 
 
-def _of_a_model(names: list[str]) -> tuple[list[str], list[str]]:
-    """Of the files of a repository: those that a model and its copies need; and the others, or their folders."""
+# The files that a model is read from
+READ = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+
+
+def _of_a_model(names: list[str], copied: bool) -> tuple[list[str], list[str]]:
+    """Of the files of a repository: those that a model, or a copy of it, needs; and the others, or their folders."""
     from moe_nvfp4.quantize.convert import OTHER_WEIGHTS, TEMPLATES
     from moe_nvfp4.quantize.files import INDEX
 
@@ -69,7 +73,8 @@ def _of_a_model(names: list[str]) -> tuple[list[str], list[str]]:
         top, _, inside = name.partition("/")
         # consolidated.safetensors has the same weights in Mistral's own format
         twice = usual and top.startswith("consolidated") and top.endswith(".safetensors")
-        if top == TEMPLATES if inside else not (twice or top.endswith(OTHER_WEIGHTS)):
+        kind = copied and not top.endswith(OTHER_WEIGHTS) or top.endswith(READ)
+        if top == TEMPLATES if inside else kind and not twice:
             wanted.append(name)
         else:
             left.add(f"{top}/" if inside else name)

@@ -145,6 +145,23 @@ def test_layers_on_two_gpus(activations, tmp_path):
     same_tensors(tmp_path / "a", tmp_path / "b")
 
 
+def test_merged_adapters_move_with_their_model():
+    """What a call on the CPU has merged is undone on the GPU."""
+    pytest.importorskip("peft")
+    from peft import get_peft_model
+
+    from moe_nvfp4.integrations.huggingface.peft import MergeableLoraConfig
+
+    lora = MergeableLoraConfig(r=4, target_parameters=["experts.down_proj"], init_lora_weights=False)
+    model = get_peft_model(swap_experts(make(qwen3_moe), progress=False), lora)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    logits(model)
+    model.to("cuda")
+    logits(model)
+    for name, t in model.state_dict().items():
+        assert t.is_cuda and torch.equal(t.cpu(), before[name]), name
+
+
 def test_adapters_that_are_trained_to_be_merged(tmp_path):
     """From the second step on, weights change in their kernels' layout: to the bits of a fresh merge."""
     peft = pytest.importorskip("peft", reason="LoRA needs peft")

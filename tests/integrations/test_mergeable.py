@@ -348,6 +348,27 @@ def test_reading_the_weights_leaves_calls_alone():
     assert all(torch.equal(answer, want) for answer in answers)
 
 
+def test_training_after_a_call_in_inference_mode():
+    models = [get_peft_model(swapped(), config()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    with torch.inference_mode():
+        models[0](IDS)
+    found, expected = map(gradients, models)
+    assert len(found) > 4 and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_weights_that_are_shared_after_a_call_stay_so():
+    """What a call has merged is undone where the weights are now."""
+    model = get_peft_model(swapped(), config())
+    codes = next(p for name, p in model.named_parameters() if "down_proj" in name and p.dtype == torch.uint8)
+    before = codes.clone()
+    logits(model)
+    assert not torch.equal(codes, before)
+    model.share_memory()
+    model.state_dict()
+    assert codes.is_shared() and torch.equal(codes, before)
+
+
 def test_weights_of_several_layers_or_processes_are_refused():
     """One would merge on top of the other."""
     with pytest.raises(NotImplementedError, match="have the same weights .layer_replication., .* plain LoraConfig"):
