@@ -102,7 +102,7 @@ class MergingLayer:
         with changing:  # another thread would merge on top
             (scales, now), (old_scales, before) = self._learned(active), self._merged_from
             same = self.merged_adapters == active and scales == old_scales
-            if not (same and all(map(torch.equal, now, before))):
+            if not (same and all(a.device == b.device and torch.equal(a, b) for a, b in zip(now, before, strict=True))):
                 _refuse_gathered(self.get_base_layer())
                 _refuse_between_processes(self.get_base_layer())
                 if not self._merged_again(active):
@@ -133,6 +133,8 @@ class MergingLayer:
         for p in base.parameters():
             refuse_elsewhere(p, "merged with adapters")
         (name, w), (a, b) = self._matrices(), self._finite_change(adapters)
+        if self._before[name].device != getattr(base, name).device:  # the model has moved
+            return False
         if not merge_packed(w, self._before[name].view(-1, w.N, self._before[name].shape[-1]), a, b):
             return False
         torch.autograd.graph.increment_version(getattr(base, name))  # as `copy_` does
@@ -420,7 +422,7 @@ def _refuse_gathered(layer: nn.Module) -> None:
     them, and a backward pass gets them as they were."""
     if in_fsdp(layer):
         raise NotImplementedError(
-            "adapters that are trained to be merged (nvfp4_mergeable) change the weights in place, and fully_shard "
+            "adapters that are trained to be merged (nvfp4_mergeable) are merged into the weights, and fully_shard "
             "takes these away after each call: use DDP, or train a plain LoraConfig"
         )
 
@@ -429,7 +431,7 @@ def _refuse_between_processes(layer: nn.Module) -> None:
     """NotImplementedError if other processes have the weights of `layer`, too: they would not know what is merged."""
     if any(p.device.type == "cpu" and p.is_shared() for p in layer.parameters()):
         raise NotImplementedError(
-            "adapters that are trained to be merged (nvfp4_mergeable) change the weights in place, and these are in "
+            "adapters that are trained to be merged (nvfp4_mergeable) are merged into the weights, and these are in "
             "memory that processes share (share_memory, torch.multiprocessing): merge_and_unload() before, or call a "
             "copy.deepcopy of the model"
         )

@@ -225,7 +225,7 @@ def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:
 
 
 def _refuse_biases(trained: str, model: nn.Module) -> None:
-    """NotImplementedError if PEFT would train and save biases that dense experts have in another order."""
+    """NotImplementedError if PEFT would train and save biases that dense experts have in another order (gpt-oss)."""
     layouts = [m.layout for m in model.modules() if isinstance(m, HFExperts)]
     if trained == "all" and any(layout.interleaved and layout.bias for layout in layouts):
         raise NotImplementedError(
