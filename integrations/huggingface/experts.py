@@ -21,6 +21,7 @@ from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.recognise import (
     GATE,
     ModuleLayout,
+    act_settings,
     changes,
     describe,
     is_of_library,
@@ -165,7 +166,7 @@ class HFExperts(NVFP4Experts):
                 setattr(self, name, child)
         if isinstance(mlp := getattr(source, "mlp", None), nn.Module):  # DBRX
             self.act_fn = mlp.activation_fn
-        self.changes = changes(self, self.source_class)
+        self.changes, self.act_settings = changes(self, self.source_class), act_settings(self)
         self.rows_for_one = layout.num_experts if layout.call == "dense" else 1
         self._is_expert_parallel = False
         self._hf_quantized_needs_local_tp = True
@@ -205,9 +206,11 @@ class HFExperts(NVFP4Experts):
                     "model.dequantize()"
                 )
             self._recognise()
+        elif not torch.compiler.is_compiling() and self.act_settings != act_settings(self):
+            self._recognise()
 
     def _recognise(self) -> None:
-        self.changes = changes(self, self.source_class)
+        self.changes, self.act_settings = changes(self, self.source_class), act_settings(self)
         before, self.gate = self.gate, recognise_gate(self, self.layout, self.source_class)
         if before.kind != "raw":
             self.say_unfused()

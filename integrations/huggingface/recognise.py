@@ -311,7 +311,6 @@ class Changes(NamedTuple):
     act_forward  the forward of the activation's class
     assigned     a forward that was assigned to the activation
     forward      the forward of the experts' class
-    attributes   of the activation: what GELUTanh and torch's GELU compute by
     """
 
     act: Any
@@ -320,12 +319,10 @@ class Changes(NamedTuple):
     act_forward: Any
     assigned: Any
     forward: Any
-    attributes: tuple
 
     def named(self) -> list[str]:
         """The same by names: those that another process may have, too."""
-        found = (*self[:-1], *self.attributes)
-        return [f"{getattr(x, '__module__', '')}.{getattr(x, '__qualname__', x)}" for x in found]
+        return [f"{getattr(x, '__module__', '')}.{getattr(x, '__qualname__', x)}" for x in self]
 
 
 def changes(module: Any, source_class: Any = None) -> Changes:
@@ -333,14 +330,20 @@ def changes(module: Any, source_class: Any = None) -> Changes:
     own_class = source_class or type(module)
     act, gate, forward = _activation(module), getattr(own_class, "_apply_gate", None), own_class.forward
     if not isinstance(act, nn.Module):
-        return Changes(None, False, gate, None, None, forward, ())
+        return Changes(None, False, gate, None, None, forward)
     hooks = act._forward_pre_hooks, act._forward_hooks, act._backward_pre_hooks, act._backward_hooks
     assigned = vars(act).get("forward")
     # transformers' use_kernels assigns the method of a class, which is asked whether it computes the same
     own = assigned is not None and not (isinstance(assigned, MethodType) and assigned.__qualname__.count(".") == 1)
     own = own or any(map(len, hooks)) or bool(_has_any_global_hook())
-    attributes = vars(act).get("act"), vars(act).get("approximate")
-    return Changes(type(act), own, gate, type(act).forward, assigned, forward, attributes)
+    return Changes(type(act), own, gate, type(act).forward, assigned, forward)
+
+
+def act_settings(module: Any) -> tuple[Any, Any]:
+    """The attributes by which GELUTanh and torch's GELU compute, of the activation of an experts module."""
+    act = _activation(module)
+    found = vars(act) if isinstance(act, nn.Module) else {}
+    return found.get("act"), found.get("approximate")
 
 
 def _activation(module: Any) -> Any:
