@@ -104,16 +104,13 @@ def refuse_added(name: str, module: nn.Module) -> None:
         )
 
 
-def keep_attributes(new: nn.Module, old: nn.Module, own: Iterable[str]) -> None:
-    """Give `new` the attributes that a user has assigned to `old`: all that are not its `own`, nor of either class."""
+def take_over(new: nn.Module, old: nn.Module, own: Iterable[str] = ()) -> nn.Module:
+    """`new`, which replaces `old`, with what a user has put on that: attributes (all that are not its `own`, nor of
+    either class), the hooks that were registered on it, and those that accelerate calls. Handles of the former remove
+    them as before, from `new`."""
     for key in vars(old).keys() - vars(new).keys() - {*own}:
         if not (key.startswith("_") or hasattr(type(old), key) or hasattr(type(new), key)):
             setattr(new, key, bound_to(new, old, vars(old)[key]))
-
-
-def keep_hooks(new: nn.Module, old: nn.Module) -> nn.Module:
-    """`new`, which replaces `old`, with the hooks that were registered on that, and those of a user's that accelerate
-    calls. Handles of the former remove them as before, from `new`."""
     hooks = {name: found for name, found in vars(old).items() if re.match(r"_(is_full_)?(for|back)ward_", name)}
     vars(new).update(hooks)
     if any(found for name, found in vars(old).items() if re.fullmatch(r"_(load_)?state_dict_(pre_|post_)?hooks", name)):
@@ -320,10 +317,9 @@ class HFExperts(NVFP4Experts):
         for name in (*dict(self.named_children()), *own):  # as they are now
             dense._modules.pop(name, None)  # a function may be in place of a module
             setattr(dense, name, bound_to(dense, self, getattr(self, name)))
-        keep_attributes(dense, self, self._made_with)
         if hasattr(dense, "mlp"):
             dense.mlp.activation_fn = self.act_fn
-        return keep_hooks(dense.train(self.training), self)
+        return take_over(dense.train(self.training), self, self._made_with)
 
 
 PACKED = (HFExperts, NVFP4Linear)  # the 4-bit modules of a model

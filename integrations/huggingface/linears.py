@@ -18,12 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.integrations.huggingface.experts import (
-    keep_attributes,
-    keep_hooks,
-    refuse_assigned,
-    refuse_elsewhere,
-)
+from moe_nvfp4.integrations.huggingface.experts import refuse_assigned, refuse_elsewhere, take_over
 from moe_nvfp4.integrations.huggingface.files import QuantizedLinear
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
@@ -62,8 +57,7 @@ def replace_linears(
             module.in_features, module.out_features, bias, activations, dialect.input_scale in linear.also,
             pre_quant_scale, "meta",
         ).train(module.training)  # fmt: skip
-        keep_attributes(made[name], module, ())
-        model.set_submodule(name, keep_hooks(made[name], module))
+        model.set_submodule(name, take_over(made[name], module))
     return made
 
 
@@ -140,8 +134,7 @@ def _with_parameters(linear: Any, parameters: Mapping[str, Tensor], activations:
     )
     for name, tensor in {**parameters, **({} if bias is None else {"bias": bias.detach()})}.items():
         new.get_parameter(name).data.copy_(tensor)
-    keep_attributes(new, linear, ())
-    keep_hooks(new, linear)
+    take_over(new, linear)
     return new.train(linear.training)
 
 
@@ -152,8 +145,7 @@ def to_linear(linear: NVFP4Linear, dtype: torch.dtype) -> nn.Linear:
     dense.weight.data.copy_(_dense({name: p for name, p in linear.named_parameters() if name != "bias"}))
     if isinstance(linear.bias, Tensor):
         dense.bias.data.copy_(linear.bias)
-    keep_attributes(dense, linear, vars(NVFP4Linear(16, 16, device="meta")))
-    keep_hooks(dense, linear)
+    take_over(dense, linear, vars(NVFP4Linear(16, 16, device="meta")))
     return dense.train(linear.training)
 
 

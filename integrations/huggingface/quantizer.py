@@ -27,12 +27,12 @@ from moe_nvfp4.integrations.huggingface.experts import (
     experts_for,
     experts_modules,
     find_experts,
-    keep_hooks,
     refuse_assigned,
     refuse_changed,
     refuse_elsewhere,
     refuse_tied,
     set_implementation,
+    take_over,
     untie,
 )
 from moe_nvfp4.integrations.huggingface.files import (
@@ -260,7 +260,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         # the dtype of the dense weights until the codes come.
         for key in (experts.up_name, "down_proj") if not self.four_bit else ():
             setattr(experts, key, nn.Parameter(getattr(experts, key).to(dense), requires_grad=False))
-        keep_hooks(experts, module)
+        take_over(experts, module)
         return experts
 
     def attach(

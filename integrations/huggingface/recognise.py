@@ -212,6 +212,7 @@ def dense_experts(module: Any, layout: ModuleLayout) -> Iterator[tuple[Tensor, T
 
 # ---------------------------------------------------------------- the gate, by what it computes
 @real_tensors()
+@torch.no_grad()
 def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = None) -> Gate:
     """The fused gate that computes the same as `module`'s own gate; Gate("raw") if there is none, and if its activation
     has hooks. source_class: the class whose gate it is, if not that of `module`.
@@ -238,16 +239,15 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = 
             return False
         return True
 
-    with torch.no_grad():
-        gpu = next((p.device for p in module.parameters() if p.is_cuda), None)
-        device = "cpu" if runs_on("cpu") else gpu if gpu is not None and runs_on(gpu) else None
+    gpu = next((p.device for p in module.parameters() if p.is_cuda), None)
+    device = "cpu" if runs_on("cpu") else gpu if gpu is not None and runs_on(gpu) else None
     if device is None or not all(name.endswith(GATE) for name in read):
         return raw
     numbers = {name: getattr(module, name, None) for name in read if not name.endswith(("act_fn", "_apply_gate"))}
     if not all(isinstance(v, int | float | None) for v in numbers.values()):  # a tensor may be trained, or changed
         return raw
     values = {name: v for name, v in numbers.items() if v is not None}
-    with torch.no_grad(), torch.device(device):
+    with torch.device(device):
         limits = {float(v) for name, v in values.items() if name.endswith("limit") and v > 0} | {inf}
         alphas = {float(v) for name, v in values.items() if name.endswith("alpha") and v} | {1.0}
         beyond = [sign * scale * limit for limit in limits - {inf} for scale in (0.99, 1.01, 2) for sign in (-1, 1)]

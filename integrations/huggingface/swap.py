@@ -38,10 +38,10 @@ from moe_nvfp4.integrations.huggingface.experts import (
     experts_for,
     experts_modules,
     find_experts,
-    keep_hooks,
     refuse_added,
     refuse_elsewhere,
     set_implementation,
+    take_over,
 )
 from moe_nvfp4.integrations.huggingface.gptq import gptq_model
 from moe_nvfp4.integrations.huggingface.layerwise import check_ids, reads_ids, unwrapped
@@ -388,7 +388,7 @@ def _quantized(
         bias = [layout.canonical(f"{key}_bias", b) for b in getattr(module, f"{key}_bias").detach()]
         getattr(experts, f"{key}_bias").data.copy_(torch.stack(bias))
     experts.prepare(dense.dtype)
-    keep_hooks(experts, module)
+    take_over(experts, module)
     return experts
 
 

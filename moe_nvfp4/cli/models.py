@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+READ = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # the files that a model is read from
+
 
 def resolve(model: str) -> str:
     if model != "demo":
@@ -58,10 +60,6 @@ def folder(model: str, copied: bool = False) -> str:
         return snapshot_download(source, allow_patterns=[glob.escape(name) for name in wanted])
 
 
-# The files that a model is read from
-READ = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-
-
 def _of_a_model(names: list[str], copied: bool) -> tuple[list[str], list[str]]:
     """Of the files of a repository: those that a model, or a copy of it, needs; and the others, or their folders."""
     from moe_nvfp4.quantize.convert import OTHER_WEIGHTS, TEMPLATES
@@ -71,10 +69,13 @@ def _of_a_model(names: list[str], copied: bool) -> tuple[list[str], list[str]]:
     wanted, left = list[str](), set[str]()
     for name in names:
         top, _, inside = name.partition("/")
-        # consolidated.safetensors has the same weights in Mistral's own format
-        twice = usual and top.startswith("consolidated") and top.endswith(".safetensors")
-        kind = copied and not top.endswith(OTHER_WEIGHTS) or top.endswith(READ)
-        if top == TEMPLATES if inside else kind and not twice:
+        if inside:
+            belongs = top == TEMPLATES
+        elif usual and top.startswith("consolidated") and top.endswith(".safetensors"):
+            belongs = False  # the same weights in Mistral's own format
+        else:
+            belongs = top.endswith(READ) or copied and not top.endswith(OTHER_WEIGHTS)
+        if belongs:
             wanted.append(name)
         else:
             left.add(f"{top}/" if inside else name)
