@@ -6,7 +6,6 @@ import difflib
 import os
 import re
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +16,11 @@ from moe_nvfp4.backends import Device, Problem, explain
 from moe_nvfp4.integrations.placement import no_gpu
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
-from moe_nvfp4.integrations.vllm.loading import NO_AWQ, check_files, dense_names, folder_of
+from moe_nvfp4.integrations.vllm.loading import NO_AWQ, check_files, dense_names, folder_of, opened
 from moe_nvfp4.integrations.vllm.placement import Placement
 from moe_nvfp4.integrations.vllm.unwritten import Converted
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
-from moe_nvfp4.quantize.files import Checkpoint, open_checkpoint, read_tensors
+from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, RECIPES
 from moe_nvfp4.quantize.source import becomes_nvfp4
@@ -211,9 +210,7 @@ class MoeNvfp4Config(QuantizationConfig):
         if self.base is not None:
             self.check_head(hf_config)
             self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
-            local = sorted(Path(model_name).glob("*.safetensors")) if os.path.isdir(model_name) else []
-            if coming is not None or local:
-                source = coming or _opened(Path(model_name), local)
+            if (source := coming or opened(model_name)) is not None:
                 check_files(source, self.info)
                 self.dense = dense_names(source, self.info)
                 if any(name.startswith("layers.") for name in source.tensors):  # a base model, vLLM's is in `model`
@@ -430,13 +427,6 @@ def gate_settings(hf_config: Any) -> dict[str, Any]:
     found = {key: getattr(text, key, None) for key in ("swiglu_alpha", "swiglu_limit")}
     acts = (getattr(text, key, None) for key in ("mlp_hidden_act", "hidden_act", "hidden_activation"))
     return found | {"hidden_act": next(filter(None, acts), None)}
-
-
-def _opened(folder: Path, found: list[Path]) -> Checkpoint:
-    """The checkpoint in a local folder, where these safetensors files were `found`. ValueError unless it is whole."""
-    if not (folder / "config.json").is_file() and (folder / "params.json").is_file():  # Mistral's own format
-        return Checkpoint(folder, {}, read_tensors(found))
-    return open_checkpoint(folder)
 
 
 def _check_overrides(hf_config: Any) -> None:

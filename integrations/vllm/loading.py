@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.quantize.dialects import DIALECTS, Dialect, QuantizationInfo
-from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint
+from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint, read_tensors
 from moe_nvfp4.quantize.layouts.nvfp4 import UNREAD
 from moe_nvfp4.quantize.names import PER_EXPERT, PLAIN_NAMES, PRE_QUANT_SCALE, is_scale
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_matrix, recipe_global_scale
@@ -316,6 +316,16 @@ def folder_of(model: str, revision: str | None, cache: str | None = None) -> str
     )
 
 
+def opened(model: str | os.PathLike) -> Checkpoint | None:
+    """The checkpoint in a local folder; None where no safetensors files are. ValueError unless it is whole."""
+    folder = Path(model)
+    if not (found := sorted(folder.glob("*.safetensors"))):
+        return None
+    if not (folder / "config.json").is_file() and (folder / "params.json").is_file():  # Mistral's own format
+        return Checkpoint(folder, {}, read_tensors(found))
+    return open_checkpoint(folder)
+
+
 def check_folder(
     folder: str | os.PathLike, info: QuantizationInfo | None, before: str | os.PathLike, made_for: str | None = None
 ) -> None:
@@ -325,7 +335,6 @@ def check_folder(
 
     made_for  the activations of the files with which the server was started; None: it was told which to use
     """
-    opened = lambda path: open_checkpoint(path) if any(Path(path).glob("*.safetensors")) else None
     if (new := opened(folder)) is None or not (tensors := new.tensors):
         return
     for name, stored in tensors.items():

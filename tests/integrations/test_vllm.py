@@ -40,7 +40,7 @@ if not current_platform.is_cpu():
 
 from moe_nvfp4 import cli  # noqa: E402
 from moe_nvfp4.integrations.vllm import config as vllm_config  # noqa: E402
-from moe_nvfp4.integrations.vllm import engine, mends  # noqa: E402
+from moe_nvfp4.integrations.vllm import engine, loading, mends  # noqa: E402
 from moe_nvfp4.integrations.vllm.arrived import _checking, left, mark  # noqa: E402
 from moe_nvfp4.quantize.convert import convert_checkpoint  # noqa: E402
 from moe_nvfp4.quantize.options import Options  # noqa: E402
@@ -978,11 +978,16 @@ def test_the_kv_cache_stays_with_vllms_reader():
 
 def test_a_folder_in_mistrals_own_format_has_no_config(tmp_path):
     save_file({"layers.0.w": torch.ones(2)}, tmp_path / "consolidated.safetensors")
-    found = [tmp_path / "consolidated.safetensors"]
     with pytest.raises(ValueError, match=r"has no config\.json"):
-        vllm_config._opened(tmp_path, found)
+        loading.opened(tmp_path)
     (tmp_path / "params.json").write_text("{}")
-    assert [*vllm_config._opened(tmp_path, found).tensors] == ["layers.0.w"]
+    assert [*loading.opened(tmp_path).tensors] == ["layers.0.w"]
+    loading.check_folder(tmp_path, None, tmp_path)
+    (tmp_path / "other").mkdir()
+    save_file({"layers.0.w": torch.ones(3)}, tmp_path / "other" / "consolidated.safetensors")
+    (tmp_path / "other" / "params.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"layers\.0\.w is \[3\]"):
+        loading.check_folder(tmp_path / "other", None, tmp_path)
 
 
 def test_names_that_ignore_lists_have():
