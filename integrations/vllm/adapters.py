@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from packaging.version import Version
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,6 +38,7 @@ class Share(NamedTuple):
     mine         the numbers of this rank's experts in the files, in order
     tp           (rank, size) of tensor parallelism
     interleaved  whether transformers has [E, in, out] with gate and up in turn, as gpt-oss
+    transposed   whether transformers has, or had, [E, in, out], which PEFT takes for [E, out, in] but for gpt-oss
     """
 
     sizes: tuple[int, int, int]
@@ -44,15 +46,20 @@ class Share(NamedTuple):
     mine: Sequence[int]
     tp: tuple[int, int]
     interleaved: bool = False
+    transposed: bool = False
 
 
 class Pair(NamedTuple):
-    """One adapter in PEFT's form: of a parameter, A [rank * E, in] and B [out, rank * E]; of a linear, E is 1."""
+    """One adapter in PEFT's form: of a parameter, A [rank * E, in] and B [out, rank * E]; of a linear, E is 1.
+
+    peft  the version that wrote it: one before 0.19 has in and out of [E, out, in] in each other's place
+    """
 
     A: Tensor
     B: Tensor
     rank: int
     scaling: float
+    peft: str | None = None
 
 
 def adapters_of(pairs: Iterable[Pair], share: Share, name: str) -> Adapters:
@@ -64,7 +71,7 @@ def adapters_of(pairs: Iterable[Pair], share: Share, name: str) -> Adapters:
     rows = 2 * I if share.gated else I
     up: tuple[Adapter, ...] = ()
     down: tuple[Adapter, ...] = ()
-    for A, B, r, scaling in pairs:
+    for A, B, r, scaling, peft in pairs:
         shapes, a_side, b_side = f"{list(A.shape)} and {list(B.shape)}", A.shape[1], B.shape[0]
         if (a_side, b_side) not in ((H, rows), (I, H)) or A.shape[0] != E * r or B.shape[1] != E * r:
             raise ValueError(
@@ -72,9 +79,11 @@ def adapters_of(pairs: Iterable[Pair], share: Share, name: str) -> Adapters:
                 "another model, or of one whose experts transformers stores transposed, which only transformers serves "
                 "(PEFT)"
             )
-        if a_side == b_side and not share.interleaved:
-            raise NotImplementedError(f"{name} is {shapes}, which does not say what is in and what is out: serve it "
-                                      "with transformers (PEFT)")  # fmt: skip
+        old = Version((peft or "0").partition("@")[0]) < Version("0.19")
+        if a_side == b_side and not share.interleaved and (share.transposed or old or rows == I):
+            by = f"of PEFT {peft or 'before 0.18'}" if old else "of this model"
+            raise NotImplementedError(f"{name} is {shapes}, which does not say what is in and what is out in an "
+                                      f"adapter {by}: serve it with transformers (PEFT)")  # fmt: skip
         a = A.float().reshape(E, r, a_side)[list(share.mine)] * scaling
         b = B.float().reshape(b_side, r, E).permute(2, 0, 1)[list(share.mine)]
         if (a_side, b_side) == (H, rows):
@@ -152,7 +161,7 @@ class ExpertsAdapter:
             )
         check_config(said, folder)
         self.scaling = said["lora_alpha"] / (said["r"] ** 0.5 if said.get("use_rslora") else said["r"])
-        self.rank = said["r"]
+        self.rank, self.peft = said["r"], said.get("peft_version")
         self.names: dict[int, dict[tuple[bool, str], str]] = {}  # layer -> (inner, side) -> name
         parts: dict[str, str] = {}  # of the model -> a name
         with safe_open(self.file, "pt") as file:
@@ -192,7 +201,7 @@ class ExpertsAdapter:
         """
         names = self._names(module)
         pairs = [
-            Pair(*(self._tensor(names, inner, side) for side in "AB"), self.rank, self.scaling)
+            Pair(*(self._tensor(names, inner, side) for side in "AB"), self.rank, self.scaling, self.peft)
             for inner in {inner for inner, _ in names}
         ]
         return adapters_of(pairs, share, f"{self.file}: the adapter of {module}")

@@ -38,6 +38,7 @@ from moe_nvfp4.integrations.vllm.reload import check_reloads
 from moe_nvfp4.integrations.vllm.unwritten import Converted, tensors
 from moe_nvfp4.quantize.dialects.compressed_tensors import FORMAT
 from moe_nvfp4.quantize.dialects.modelopt import ALGOS
+from moe_nvfp4.quantize.layouts.stacked import STACKS
 from moe_nvfp4.weights import Gate
 
 STEP_LIMIT = 7.0  # what vLLM's swiglustep kernel uses, whatever the model's config says
@@ -537,6 +538,12 @@ def tell_apart(config: VllmConfig, name: str, form: Any) -> None:
     has the settings in it, and not the files, and the code is used without a look at what it was made for."""
     if isinstance(config.additional_config, dict):
         config.additional_config.setdefault(NAME, {})[name] = form
+
+
+def stored_transposed() -> bool:
+    """Whether transformers stores the experts of the model that is made as [E, in, out], or did in some version."""
+    model_type = get_current_vllm_config().model_config.hf_text_config.model_type
+    return model_type == "dbrx" or (model_type in STACKS and STACKS[model_type].transposed is not False)
 
 
 def model_class() -> str:

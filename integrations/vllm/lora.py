@@ -69,8 +69,9 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
                 slots.a[:, index, : a.shape[1]] = a
                 slots.b[:, index, :, : b.shape[2]] = b
 
-    def take(self, loras: dict[str, LoRALayerWeights], module: str, folder: str) -> None:
-        """Bring what PEFT has for this module, under its name in `loras`, into the form of the slots: this rank's part.
+    def take(self, loras: dict[str, LoRALayerWeights], module: str, folder: str, peft: str | None = None) -> None:
+        """Bring what PEFT, in this version, has for this module, under its name in `loras`, into the form of the slots:
+        this rank's part.
 
         ValueError or NotImplementedError for what does not fit."""
         routed, name = self.base_layer.routed_experts, f"{folder}: the adapter of {module}"
@@ -80,7 +81,7 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         for key in [key for key in loras if key == module or key.startswith(f"{module}.")]:
             e, _, part = key[len(module) + 1 :].partition(".")
             if e in ("", "base_layer"):
-                of_parameters.append(_pair(loras.pop(key), key, folder))
+                of_parameters.append(_pair(loras.pop(key), key, folder)._replace(peft=peft))
             elif e.isdecimal() and int(e) < self.method.share.sizes[0] and part in parts:
                 of_linears[int(e), parts[part]] = _pair(loras.pop(key), key, folder)
         if not of_parameters and not of_linears:
@@ -187,7 +188,7 @@ def _loading(load: Callable[..., LoRAModel]) -> Callable[..., LoRAModel]:
                     "parameters they are of (vLLM takes them for down_proj, and a second for gate_up_proj): serve it "
                     "with transformers (PEFT)"
                 )
-            module.take(model.loras, name, folder)
+            module.take(model.loras, name, folder, said.get("peft_version"))
         return model
 
     return _load_adapter

@@ -84,7 +84,8 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         self.sizes, self.dtype = (hidden_size, intermediate_size_per_partition * tp[1], num_experts), params_dtype
         mine = engine.experts_here(layer, num_experts)
         interleaved = layer.activation.value == "swigluoai"  # gpt-oss
-        self.share = Share((self.moe.num_experts, *self.sizes[:2]), self.gate.gated, mine, tp, interleaved)
+        sizes, transposed = (self.moe.num_experts, *self.sizes[:2]), engine.stored_transposed()
+        self.share = Share(sizes, self.gate.gated, mine, tp, interleaved, transposed)
         self.adapters = tree_map(lambda t: t.to(self.device, params_dtype), self._adapters(layer.layer_name))
         by_request = engine.chosen_by_request()
         if by_request or self.adapters != ((), ()):

@@ -183,11 +183,38 @@ def test_other_adapters_are_named(model, tmp_path):
         ExpertsAdapter("somewhere")
     with pytest.raises(ValueError, match="changes layer 1, and the model has 1 layers"):
         ExpertsAdapter(str(model / "both")).check_layers(1)
+
+
+@pytest.mark.parametrize("intermediate", [H // 2, H])  # [2I, H] is square (OLMoE, MiniMax-M2), or [H, I]
+def test_a_square_adapter_is_read_as_peft_has_it(tmp_path, intermediate):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=R, target_modules=[], target_parameters=BOTH, init_lora_weights=False)
+    peft = get_peft_model(qwen3_moe(E, intermediate, head_dim=32, hidden_size=H), config)
+    peft.save_pretrained(tmp_path / "square")
+    wrapped, want = peft.base_model.model.model.layers[1].mlp.experts, {}
+    while hasattr(wrapped, "parameter_name"):
+        want[wrapped.parameter_name] = wrapped.get_delta_weight("default")
+        wrapped = wrapped.base_layer
+    sizes = {"sizes": (E, H, intermediate)}
+    (up,), (down,) = products(whole(ExpertsAdapter(str(tmp_path / "square")), **sizes))
+    for found, parameter in ((up, "gate_up_proj"), (down, "down_proj")):
+        assert torch.allclose(found.float(), want[parameter].float(), atol=1e-6, rtol=1e-5)
+    refused = "which does not say what is in and what is out in an adapter of {}"
+    with pytest.raises(NotImplementedError, match=refused.format("this model")):  # Llama 4
+        whole(ExpertsAdapter(str(tmp_path / "square")), transposed=True, **sizes)
+    for version, by in (("0.18.1", r"PEFT 0\.18\.1"), (None, r"PEFT before 0\.18")):
+        old = changed(tmp_path, tmp_path / f"{version}", SAME, of="square", peft_version=version)
+        with pytest.raises(NotImplementedError, match=refused.format(by)):
+            whole(ExpertsAdapter(old), **sizes)
+
+
+def test_a_square_adapter_of_experts_without_a_gate_may_be_of_either_matrix(model, tmp_path):
     name = "base_model.model.model.layers.1.mlp.experts"
     square = {f"{name}.lora_A.weight": torch.zeros(R * E, H), f"{name}.lora_B.weight": torch.zeros(H, R * E)}
     path = changed(model, tmp_path / "square", lambda files: (files.clear(), files.update(square)))
     with pytest.raises(NotImplementedError, match="does not say what is in and what is out"):
-        whole(ExpertsAdapter(path), sizes=(E, H, H // 2))
+        whole(ExpertsAdapter(path), sizes=(E, H, H), gated=False)
 
 
 def test_linears_of_experts_that_are_modules():
