@@ -149,7 +149,8 @@ class _Names:
         ours, theirs, here, there = self.ours, self.theirs, self.checkpoint.folder, self.source.folder
         for stem in ours.matrices:
             if _original(f"{stem}.weight", self.source, theirs) is None:
-                raise ValueError(f"{stem} has no original in {there}: it was made from another checkpoint")
+                raise ValueError(f"{stem} has no original in {there}: it was made from another checkpoint, or by an "
+                                 "earlier version of this library under another name; quantize again")  # fmt: skip
         for stem in sorted(theirs.matrices.keys() - ours.matrices.keys()):
             if f"{stem}.weight" not in ours.copies.keys() | ours.dequantized.keys():
                 raise ValueError(f"{stem} is in {there} and neither quantized nor dense in {here}")
