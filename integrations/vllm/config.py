@@ -370,6 +370,9 @@ class MoeNvfp4Config(QuantizationConfig):
         """Whether the config's ignore list matches a module of vLLM, or all the modules that are fused into it."""
         if any(new in prefix and self.ignores(prefix.replace(new, name)) for new, name in NAMES):
             return True
+        # NVIDIA's files of Qwen3-Next and Qwen3.5 have it in bf16 and on no list, which those models of vLLM know
+        if prefix == "mtp.fc" and self.base is not None and self.base.get_name() == "modelopt_fp4":
+            return True
         if self.drafts and prefix.startswith(self.drafts):
             prefix = prefix.replace(self.drafts, "model.mtp_block.0.")
         head, _, last = prefix.rpartition(".")

@@ -990,6 +990,14 @@ def test_a_folder_in_mistrals_own_format_has_no_config(tmp_path):
         loading.check_folder(tmp_path / "other", None, tmp_path)
 
 
+def test_a_linear_that_nvidias_files_leave_dense_without_a_word():
+    for dialect, name in (("modelopt", "modelopt_fp4"), ("compressed-tensors", "compressed-tensors")):
+        config = Config.from_config(CONFIGS[dialect] | {"ignore": ["lm_head"]})
+        config.base = SimpleNamespace(get_name=lambda name=name: name)
+        assert config.ignores("mtp.fc") == (dialect == "modelopt")
+        assert not config.ignores("mtp.layers.0.mlp.fc")
+
+
 def test_names_that_ignore_lists_have():
     """Heads of EXAONE and AFMoE have no name in vLLM, and those of a draft model have another prefix."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
