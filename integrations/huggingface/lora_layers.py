@@ -85,6 +85,7 @@ class MergingLayer:
         tensors = [side[name].weight.detach() for name in adapters for side in sides]
         return [self.scaling[name] for name in adapters], tensors
 
+    @torch.compiler.disable  # it puts other memory into parameters, which compiled code cannot
     def _trained_merged(self) -> list[str]:
         """The active adapters if they are mergeable, else none. Brings the base layer's weights up to date with them.
 
@@ -232,6 +233,7 @@ class MergingLayer:
                 "loaded"
             )
 
+    @torch.compiler.disable
     @torch.no_grad()
     def unmerge(self) -> None:
         """Restore the bytes from before `merge`. ValueError as of `check_unmerging`."""

@@ -357,6 +357,25 @@ def test_training_after_a_call_in_inference_mode():
     assert len(found) > 4 and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_compiled_training_is_the_same():
+    """Merging is outside of what is compiled: also in a call without the adapter, between two with it."""
+    torch.manual_seed(0)
+    models, losses = [get_peft_model(swapped(), config())], [[], []]
+    models.append(copy.deepcopy(models[0]))
+    for some, model in zip(losses, models, strict=True):
+        call = model if model is models[0] else torch.compile(model, backend="aot_eager")
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+        for _ in range(2):
+            loss = call(IDS, labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad(), model.disable_adapter():
+                some += [loss.item(), call(IDS, labels=IDS).loss.item()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(set(losses[0])) == 3  # two of training, and that of the model without its adapter
+
+
 def test_weights_that_are_shared_after_a_call_stay_so():
     """What a call has merged is undone where the weights are now."""
     model = get_peft_model(swapped(), config())
