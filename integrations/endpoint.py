@@ -166,6 +166,7 @@ def _prompts(server: Endpoint, tokenizer: Any, windows: list[Tensor]) -> Iterato
                 raise Refused(f"{len(values)} log-probabilities for a prompt of {len(ids)} tokens")
             numbers, words = _numbers(values[1 : len(ids)]), list(words)[: len(ids)]
         _check_words(words, ids, tokenizer)
+        _check_below_zero(numbers)
         yield Asked(ids, torch.arange(len(ids) - 1), ids[1:, None], numbers[:, None])
 
 
@@ -186,6 +187,7 @@ def _next_tokens(server: Endpoint, tokenizer: Any, windows: list[Tensor]) -> Ite
                 numbers = _numbers(of.values())
             if not of or min(of) < 0 or max(of) >= len(tokenizer):
                 raise _other_vocabulary(pairs[0][1])
+            _check_below_zero(numbers)
             tokens[i, : len(of)], logprobs[i, : len(of)] = torch.tensor([*of]), numbers.float()
         yield Asked(ids, torch.tensor(rows), tokens, logprobs.double())
 
@@ -244,6 +246,15 @@ def _logprobs(answer: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise Refused("no log-probabilities in its answer")
     return found
+
+
+def _check_below_zero(logprobs: Tensor) -> None:
+    """ValueError for numbers that are no log-probabilities."""
+    if (logprobs > 1e-3).any():
+        raise ValueError(
+            f"the server gives {logprobs.nan_to_num(-torch.inf).max():.3g} as a log-probability, which is 0 at most: "
+            "it seems to give logits (vLLM's --logprobs-mode); start it with --logprobs-mode raw_logprobs"
+        )
 
 
 def _likeliest(found: dict[str, Any]) -> list[tuple[int | None, str, float]]:

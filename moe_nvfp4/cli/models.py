@@ -25,6 +25,11 @@ READ = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 def resolve(model: str) -> str:
     if model != "demo":
         return os.path.expanduser(model)  # the shell does not expand the ~ of --against=~/model
+    if os.path.isfile("demo/config.json"):
+        raise ValueError(
+            "demo is the test model that comes with this program, and a folder of that name is here: name that ./demo, "
+            "or call this where it is not"
+        )
     from moe_nvfp4.demo import demo_path
 
     return str(demo_path())
@@ -35,7 +40,11 @@ def folder(model: str, copied: bool = False) -> str:
 
     copied  whether its files are copied into a new one: all that belong there are fetched, and it is said which are not
     """
-    source = resolve(model)
+    return resolved_folder(resolve(model), copied)
+
+
+def resolved_folder(source: str, copied: bool = False) -> str:
+    """As `folder`, of a name from `resolve`."""
     if Path(source).exists():
         return source
     check_folder(source)
@@ -170,7 +179,7 @@ def check_whole(model: Any, source: str) -> None:
     from moe_nvfp4.quantize.files import open_checkpoint
     from moe_nvfp4.quantize.model import ModelTensors
 
-    files = open_checkpoint(folder(source))
+    files = open_checkpoint(resolved_folder(source))
     if files.config.get("quantization_config"):
         ModelTensors(model).check(dense_given(files))
     else:
@@ -292,7 +301,7 @@ def dense_model(config: Any, source: str, **kwargs: Any) -> Any:
     from moe_nvfp4.quantize.files import open_checkpoint
 
     dense = type(config).from_dict({k: v for k, v in config.to_dict().items() if k != "quantization_config"})
-    files = dense_tensors(open_checkpoint(folder(source)))
+    files = dense_tensors(open_checkpoint(resolved_folder(source)))
     model = model_class(config).from_pretrained(None, config=dense, state_dict=files, **kwargs)
     with suppress(OSError):  # there is none
         model.generation_config = GenerationConfig.from_pretrained(source)

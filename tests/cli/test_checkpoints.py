@@ -130,6 +130,15 @@ def test_quantize_verify_and_back(folder, tmp_path, capsys):
     assert "is not an NVFP4 checkpoint" in capsys.readouterr().err
 
 
+def test_a_folder_called_demo(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").symlink_to(folder)
+    run("info", "./demo", "--json")
+    assert json.loads(capsys.readouterr().out)["model"] == "./demo"
+    run("info", "demo", expect=2)
+    assert "a folder of that name is here: name that ./demo" in capsys.readouterr().err
+
+
 def test_every_command_takes_demo_and_hub_names(folder, tmp_path, monkeypatch, capsys):
     """'demo' is our small checkpoint here; the hub returns a folder, and is asked only for a checkpoint's files."""
     monkeypatch.setattr(demo, "demo_path", lambda: folder)

@@ -272,6 +272,16 @@ def test_numbers_that_are_none(separate, capsys):
         assert "are no numbers" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.parametrize("form", [vllm, llama_cpp])
+def test_logits_are_no_log_probabilities(form, separate, monkeypatch, capsys):
+    """vLLM's --logprobs-mode raw_logits."""
+    logprobs_of = logits_of
+    monkeypatch.setitem(globals(), "logits_of", lambda model, ids: logprobs_of(model, ids) + 12)
+    with serving(separate, form) as (_, url):
+        said = mistake(["verify", "--server", url, separate], capsys)
+    assert "as a log-probability, which is 0 at most" in said and "--logprobs-mode raw_logprobs" in said
+
+
 def top(**changes):
     return {"content": [{"top_logprobs": [{"id": 5, "token": "a", "logprob": -1.0} | changes]}]}
 
