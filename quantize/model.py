@@ -79,8 +79,14 @@ class ModelTensors:
         # What transformers keeps in float32 in half-precision models. Files in float32 may be loaded as such
         wide = list(whole._get_dtype_plan(torch.bfloat16 if whole.dtype == torch.float32 else whole.dtype))
         self._wide: re.Pattern | None = build_glob_alternation(wide)[0] if wide else None
-        heads = set() if as_saved else self._heads(whole)
-        self._resized, self._new = heads, set() if self.name in (whole.config.architectures or [self.name]) else heads
+        beside = not as_saved and hasattr(whole, self._prefix)  # else it is the body itself (AutoModel)
+        heads = {n for n in self.state if beside and not n.startswith(f"{self._prefix}.")}
+        read = {f"{n}.weight" for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Embedding)}
+        self._resized = set() if as_saved else heads | read  # transformers says which do not fit
+        output = whole.get_output_embeddings()
+        speaks = set() if output is None else {id(p) for p in output.parameters()}
+        heads = {n for n in heads if id(self.state[n]) not in speaks}
+        self._new = set() if self.name in (whole.config.architectures or [self.name]) else heads
 
     @classmethod
     def of(cls, source: Checkpoint) -> ModelTensors:
@@ -249,13 +255,6 @@ class ModelTensors:
             optional = name in self._new or any(p.search(name) for p in self._optional)
             if id(tensor) not in here and not tied and not optional:
                 yield name
-
-    def _heads(self, model: Any) -> set[str]:
-        """The tensors beside the model's body, except the output embedding."""
-        output = model.get_output_embeddings()
-        speaks = [] if output is None else list(output.parameters())
-        outside = (n for n in self.state if not n.startswith(f"{self._prefix}."))
-        return {n for n in outside if all(self.state[n] is not p for p in speaks)}
 
     def _check_kind(self, name: str, what: Given) -> None:
         """ValueError for a weight that is stored as integers, or in 8 bits without a scale: loading would cast it."""

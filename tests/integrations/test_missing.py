@@ -308,3 +308,23 @@ def test_what_is_tied_ignored_or_to_be_trained_is_not_missed(tmp_path):
         load(base)
     assert json.loads((base / "config.json").read_text())["architectures"] == ["Qwen3MoeModel"]
     load(base, AutoModel)
+    # nor is anything of the body
+    change_config(base, architectures=["Qwen3MoeForCausalLM"])
+    del files["model.layers.0.self_attn.o_proj.weight"]
+    write(base, files)
+    with pytest.raises(ValueError, match="lack 1 of .*: layers.0.self_attn.o_proj.weight"):
+        load(base, AutoModel)
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "4-bit"])
+def test_another_vocabulary(dense, tmp_path):
+    """As in a dense model: transformers says what does not fit, and makes it new if it is told so."""
+    if dense:
+        source, settings = folder(tmp_path, qwen3_moe), {"quantization_config": MoeNvfp4Config()}
+    else:
+        (source, _), settings = quantized(tmp_path / "q", qwen3_moe, "modelopt"), {}
+    model = load(source, vocab_size=40, ignore_mismatched_sizes=True, **settings)
+    assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (40, 64)
+    assert torch.equal(model.model.norm.weight, load(source, **settings).model.norm.weight)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load(source, vocab_size=40, **settings)
