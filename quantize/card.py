@@ -34,8 +34,9 @@ CARD = """
 
 ## Use
 
+Where moe-nvfp4 is installed:
+
 ```
-pip install moe-nvfp4
 moe-nvfp4 chat {name}
 moe-nvfp4 serve {name}      # an OpenAI endpoint
 ```
@@ -112,10 +113,11 @@ def write_card(report: ConversionReport, source: str, folder: Path, verified: Ve
 def _loader(folder: Path) -> str:
     """The class of transformers that loads the model in `folder`: its own, where it is no causal language model."""
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     name, *_ = json.loads((folder / "config.json").read_text("utf-8")).get("architectures") or [""]
-    own = not name.endswith("ForCausalLM") and name in dir(transformers)
-    return name if own else "AutoModelForCausalLM"
+    causal = name.endswith("ForCausalLM") and name in KNOWN.values()  # Mistral4ForCausalLM is not
+    return name if not causal and name in dir(transformers) else "AutoModelForCausalLM"
 
 
 def misread_by(folder: Path) -> list[str]:

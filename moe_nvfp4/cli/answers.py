@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -41,12 +43,46 @@ def encode(tokenizer: Any, prompt: str | list[Message]) -> dict[str, Tensor]:
         inputs = tokenizer(prompt, return_tensors="pt")
     else:
         inputs = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            _in_form(tokenizer, prompt), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     if inputs["input_ids"].shape[1] == 0:
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         raise ValueError(f"the tokenizer makes no tokens of the prompt {text!r}: write another")
     return {k: v for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
+
+
+def _in_form(tokenizer: Any, messages: list[Message]) -> list[Any]:
+    """The messages in the form that the chat template reads: each a text, or a list of parts, as processors have them.
+
+    ValueError for a template that refuses them, or that writes the same whatever the first or the last one says.
+    """
+    from jinja2 import TemplateError
+
+    def left_out(form: Callable[[str], Any]) -> list[str]:
+        """The roles of which the template writes nothing."""
+
+        def written(messages: list[Message]) -> str:
+            given = [message | {"content": form(message["content"])} for message in messages]
+            try:
+                return tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+            except (TemplateError, TypeError) as error:
+                raise ValueError(f"the model's chat template refuses the conversation: {error}") from None
+
+        roles = []
+        for i in sorted({0, len(messages) - 1}):
+            other = messages[i] | {"content": f"{messages[i]['content']} and more"}
+            if messages[i]["content"] and written(messages) == written([*messages[:i], other, *messages[i + 1 :]]):
+                roles.append(messages[i]["role"])
+        return roles
+
+    if not (missing := left_out(str)):
+        return messages
+    parts = lambda text: [{"type": "text", "text": text}]
+    with suppress(ValueError):
+        if not left_out(parts):
+            return [message | {"content": parts(message["content"])} for message in messages]
+    remedy = "leave out --system" if missing == ["system"] else "write the whole prompt, with generate --raw"
+    raise ValueError(f"the model's chat template leaves out the {missing[0]} message: {remedy}")
 
 
 def answer(

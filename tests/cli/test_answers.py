@@ -68,6 +68,34 @@ CHAT = (
 )
 
 
+PARTS = CHAT.replace("{{ m['content'] }}", "{% for c in m['content'] %}{% if c.type == 'text' %}{{ c.text }}{% endif %}"
+                     "{% endfor %}")  # fmt: skip
+USERS = CHAT.replace("m['content']", "m['content'] if m['role'] == 'user' else ''")
+REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT
+
+
+def test_a_template_writes_what_is_said(folder):
+    """Some take parts only, as processors have them; some leave the system's message out, or refuse it."""
+    from transformers import AutoTokenizer
+
+    from moe_nvfp4.cli.answers import encode
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    system, hi = {"role": "system", "content": "short"}, {"role": "user", "content": "Hi"}
+    expected = tokenizer("s:short;u:Hi;a:").input_ids
+    for template in (CHAT, PARTS):
+        tokenizer.chat_template = template
+        assert encode(tokenizer, [system, hi])["input_ids"][0].tolist() == expected
+    for template, message in ((USERS, "leaves out the system message: leave out --system"),
+                              (PARTS.replace("'text'", "'image'"), "leaves out the system message: write the whole"),
+                              (REFUSES, "refuses the conversation: no system")):  # fmt: skip
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match=message):
+            encode(tokenizer, [system, hi])
+    tokenizer.chat_template = USERS
+    assert encode(tokenizer, [hi])["input_ids"][0].tolist() == tokenizer("u:Hi;a:").input_ids
+
+
 @pytest.fixture
 def talkative(folder, tmp_path):
     """The same checkpoint with a chat template."""

@@ -263,6 +263,7 @@ def test_the_card_names_the_class_that_loads_the_model(tmp_path):
     for names, loader in (
         (["Qwen3MoeForCausalLM"], "AutoModelForCausalLM"),
         (["Qwen3VLMoeForConditionalGeneration"], "Qwen3VLMoeForConditionalGeneration"),
+        (["Mistral4ForCausalLM"], "Mistral4ForCausalLM"),  # no model of AutoModelForCausalLM
         (["OfTheirOwnCode"], "AutoModelForCausalLM"),
         (None, "AutoModelForCausalLM"),
     ):
