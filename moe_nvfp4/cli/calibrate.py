@@ -38,6 +38,7 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import calibrate, set_activations
+    from moe_nvfp4.quantize.card import misread_by
     from moe_nvfp4.quantize.convert import copy_files, other_files, surplus_of
     from moe_nvfp4.quantize.files import StagingDir, open_checkpoint
     from moe_nvfp4.quantize.source import model_dtype
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace) -> None:
     for name, why in left_out.items():
         note(f"left out: {name}: {why}")
     note(f"wrote {args.destination}: static scales from {windows.numel()} tokens")
+    for line in misread_by(args.destination):
+        note(f"note: {line}")
 
 
 def _keep_config(source: dict[str, Any], file: Path) -> None:
