@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,20 +19,19 @@ from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig, get_current_vllm
 from vllm.config.load import LoadConfig
 from vllm.distributed import get_ep_group
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 
 from moe_nvfp4.backends import Device, named
 from moe_nvfp4.integrations.placement import COPIED, SCRATCH
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.config import READERS, Model, version
+from moe_nvfp4.integrations.vllm.linear_adapters import check_adapters
 from moe_nvfp4.integrations.vllm.mends import complete_adapters
 from moe_nvfp4.integrations.vllm.reload import check_reloads
 from moe_nvfp4.integrations.vllm.unwritten import Converted, tensors
@@ -378,76 +377,6 @@ def _cache_bytes(config: VllmConfig) -> int:
     own = [layer for layer in layers if getattr(layer, "kv_sharing_target_layer_name", None) is None]
     specs = [spec for layer in own if (spec := layer.get_kv_cache_spec(config)) is not None]
     return sum(spec.max_memory_usage_bytes(config) for spec in specs)
-
-
-def check_adapters() -> None:
-    """Have vLLM's adapters checked in this process: by itself it leaves out their tensors for any module that
-    --lora-target-modules does not name, for those that a model calls by another name, and for those whose weights it
-    has inside of other products, and answers with the rest."""
-    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager  # takes a second to import
-
-    before = LRUCacheWorkerLoRAManager._manager_cls
-    if hasattr(before, "refuses"):
-        return
-
-    class Manager(before):  # type: ignore[valid-type, misc]
-        refuses = True
-
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.is_ours = any(hasattr(module, "nvfp4") for module in self.model.modules())
-            if self.is_ours:
-                use_adapters(self.model, self.modules.values())
-            self.absorbed = absorbed(self.model)
-
-        def _create_merged_loras_inplace(self, lora_model) -> None:
-            if self.is_pooling_model:  # it may be a base model's adapter, whose names have no `model.`
-                own = {f"model.{name}": name for name in lora_model.loras if name.startswith("layers.")}
-                lora_model.loras |= {name: lora_model.loras.pop(theirs) for name, theirs in own.items()}
-            super()._create_merged_loras_inplace(lora_model)
-            names = [name for name, module in self.modules.items() if id(module.base_layer) not in self.absorbed]
-            used = {id(self._get_lora_layer_weights(lora_model, name)) for name in names}
-            left = [n for n, w in lora_model.loras.items() if id(w) not in used and _is_here(self.model, n)]
-            if left and self.is_ours:
-                targets = self.lora_config.target_modules
-                why = "vLLM's model has no such modules, or none that can have adapters: is it of another model?"
-                if any(name in self.modules for name in left):
-                    why = ("vLLM's latent attention (MLA) takes the base model's weight apart when it is loaded: train "
-                           "without it (PEFT's exclude_modules), or serve with transformers (PEFT)")  # fmt: skip
-                elif targets is not None:
-                    why = f"--lora-target-modules has {' '.join(targets)}. Name the missing ones, too (docs/serving.md)"
-                raise ValueError(
-                    f"this LoRA adapter changes {left[0]} and others ({len(left)} in all), and would be served without "
-                    f"them: {why}"
-                )
-
-    LRUCacheWorkerLoRAManager._manager_cls = Manager
-
-
-def use_adapters(model: torch.nn.Module, adapted: Iterable[torch.nn.Module]) -> None:
-    """Put the linears `adapted`, which are others with adapters, at all places where `model` holds the latter: routers
-    are the block's and the experts' runner's, and a shared expert's gate is the block's and the expert's."""
-    by_base = {id(module.base_layer): module for module in adapted if isinstance(module.base_layer, LinearBase)}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        parent, _, last = name.rpartition(".")
-        if id(module) in by_base and last != "base_layer":
-            setattr(model.get_submodule(parent), last, by_base[id(module)])
-
-
-def absorbed(model: torch.nn.Module) -> set[int]:
-    """The ids of the linears that latent attention has inside of other products: it does not call them."""
-    found = (module.kv_b_proj for module in model.modules() if isinstance(module, MLAAttention))
-    return {id(getattr(linear, "base_layer", linear)) for linear in found}
-
-
-def _is_here(model: torch.nn.Module, name: str) -> bool:
-    """Whether the layer of the module `name` is on this stage of a pipeline."""
-    module: torch.nn.Module | None = model
-    for part in name.split("."):
-        module = getattr(module, part, None)
-        if isinstance(module, PPMissingLayer):
-            return False
-    return True
 
 
 def local_expert(layer: RoutedExperts, expert: int) -> int:

@@ -247,6 +247,37 @@ def test_linears_of_experts_that_are_modules():
 
 
 # ---------------------------------------------------------------- in vLLM
+@pytest.mark.parametrize(("own", "theirs", "ours"), [
+    ("block_sparse_moe.gate", "mlp.gate", "block_sparse_moe.gate"),  # Mixtral
+    ("mlp.gate", "mlp.router.gate", "mlp.gate"),  # AFMoE
+    ("mlp.shared_expert.up_proj", "mlp.shared_experts.up_proj", "mlp.shared_expert.up_proj"),  # Laguna
+    ("mlp.gate", "mlp.gate", "mlp.experts.gate"),  # also the runner's, by which the manager calls it (Dots)
+    ("mlp.shared.gate_up_proj", "mlp.shared.up_proj", "mlp.experts.shared.up_proj"),  # fused, in a block of two places
+    ("mlp.gate", "mlp.other", None), ("block_sparse_moe.gate", "mlp.gate.other", None),
+])  # fmt: skip
+def test_adapters_of_linears_have_the_names_of_vllms_manager(own, theirs, ours):
+    pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
+    from moe_nvfp4.integrations.vllm.linear_adapters import rename
+
+    model, module = torch.nn.Module(), torch.nn.Linear(2, 2)
+    at = model
+    for part in own.split(".")[:-1]:
+        at.add_module(part, torch.nn.Module())
+        at = at.get_submodule(part)
+    at.add_module(own.rpartition(".")[2], module)
+    runner = (ours or "").startswith("mlp.experts.")
+    if runner:
+        model.mlp.experts = torch.nn.Module()
+        model.mlp.experts.shared, model.mlp.experts.gate = getattr(model.mlp, "shared", None), module
+    name = own.replace("mlp.", "mlp.experts.") if runner else own
+    parts = {name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")} - {name}
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList([model])
+    adapters = {f"model.layers.0.{theirs}": 1, "model.layers.0.self_attn.q_proj": 2}
+    rename(adapters, model, {f"model.layers.0.{name}": module}, {f"model.layers.0.{part}" for part in parts})
+    assert adapters == {f"model.layers.0.{ours or theirs}": 1, "model.layers.0.self_attn.q_proj": 2}
+
+
 FEW = {"enable_lora": True, "max_lora_rank": 16}
 ON_EXPERTS = FEW | {"lora_target_modules": ["experts", "q_proj"]}
 

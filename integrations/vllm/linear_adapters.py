@@ -1,0 +1,119 @@
+"""vLLM's LoRA on the linears of a model with 4-bit experts: all of an adapter is used, or it is refused.
+
+vLLM by itself leaves out what it finds no module for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models.utils import PPMissingLayer
+
+# transformers' names of blocks, routers and shared experts -> vLLM's, in models that do not say so to adapters
+NAMES = (
+    (".mlp.gate", ".block_sparse_moe.gate"),  # Mixtral
+    (".mlp.router.gate", ".mlp.gate"),  # AFMoE
+    (".mlp.shared_experts.", ".mlp.shared_expert."),  # Laguna
+)
+
+
+def check_adapters() -> None:
+    """Have vLLM's adapters checked in this process: by itself it leaves out their tensors for any module that
+    --lora-target-modules does not name, for those that a model calls by another name, and for those whose weights it
+    has inside of other products, and answers with the rest."""
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager  # takes a second to import
+
+    before = LRUCacheWorkerLoRAManager._manager_cls
+    if hasattr(before, "refuses"):
+        return
+
+    class Manager(before):  # type: ignore[valid-type, misc]
+        refuses = True
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.is_ours = any(hasattr(module, "nvfp4") for module in self.model.modules())
+            if self.is_ours:
+                use_adapters(self.model, self.modules.values())
+            self.absorbed = absorbed(self.model)
+
+        def _create_merged_loras_inplace(self, lora_model) -> None:
+            if self.is_pooling_model:  # it may be a base model's adapter, whose names have no `model.`
+                own = {f"model.{name}": name for name in lora_model.loras if name.startswith("layers.")}
+                lora_model.loras |= {name: lora_model.loras.pop(theirs) for name, theirs in own.items()}
+            if self.is_ours:
+                parts = {part for fused in self.packed_modules.values() for part in fused}
+                rename(lora_model.loras, self.model, self.modules, parts)
+            super()._create_merged_loras_inplace(lora_model)
+            names = [name for name, module in self.modules.items() if id(module.base_layer) not in self.absorbed]
+            used = {id(self._get_lora_layer_weights(lora_model, name)) for name in names}
+            left = [n for n, w in lora_model.loras.items() if id(w) not in used and _is_here(self.model, n)]
+            if left and self.is_ours:
+                targets = self.lora_config.target_modules
+                why = "vLLM's model has no such modules, or none that can have adapters: is it of another model?"
+                if any(name in self.modules for name in left):
+                    why = ("vLLM's latent attention (MLA) takes the base model's weight apart when it is loaded: train "
+                           "without it (PEFT's exclude_modules), or serve with transformers (PEFT)")  # fmt: skip
+                elif targets is not None:
+                    why = f"--lora-target-modules has {' '.join(targets)}. Name the missing ones, too (docs/serving.md)"
+                raise ValueError(
+                    f"this LoRA adapter changes {left[0]} and others ({len(left)} in all), and would be served without "
+                    f"them: {why}"
+                )
+
+    LRUCacheWorkerLoRAManager._manager_cls = Manager
+
+
+def use_adapters(model: torch.nn.Module, adapted: Iterable[torch.nn.Module]) -> None:
+    """Put the linears `adapted`, which are others with adapters, at all places where `model` holds the latter: routers
+    are the block's and the experts' runner's, and a shared expert's gate is the block's and the expert's."""
+    by_base = {id(module.base_layer): module for module in adapted if isinstance(module.base_layer, LinearBase)}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        parent, _, last = name.rpartition(".")
+        if id(module) in by_base and last != "base_layer":
+            setattr(model.get_submodule(parent), last, by_base[id(module)])
+
+
+def rename(
+    adapters: dict[str, Any], model: torch.nn.Module, adapted: Mapping[str, torch.nn.Module], parts: Collection[str]
+) -> None:
+    """Put the `adapters` of linears under the names that vLLM's manager has for these: it names a module by one of the
+    places where `model` holds it, and some of vLLM's models have other names than transformers'.
+
+    adapted  the linears with adapters, by the manager's names
+    parts    names of linears that are fused in those
+    """
+    names = {id(module): name for name, module in adapted.items()}
+    parents = {id(_module(model, parent)): parent for parent in {name.rpartition(".")[0] for name in adapted}}
+    for name in [name for name in adapters if name not in adapted]:
+        for other in (name, *(name.replace(theirs, ours) for theirs, ours in NAMES)):
+            parent, _, last = other.rpartition(".")
+            part = f"{parents.get(id(_module(model, parent)))}.{last}"
+            new = names.get(id(_module(model, other))) or (part if part in parts else name)
+            if new != name and new not in adapters:
+                adapters[new] = adapters.pop(name)
+                break
+
+
+def absorbed(model: torch.nn.Module) -> set[int]:
+    """The ids of the linears that latent attention has inside of other products: it does not call them."""
+    found = (module.kv_b_proj for module in model.modules() if isinstance(module, MLAAttention))
+    return {id(getattr(linear, "base_layer", linear)) for linear in found}
+
+
+def _is_here(model: torch.nn.Module, name: str) -> bool:
+    """Whether the layer of the module `name` is on this stage of a pipeline."""
+    parts = name.split(".")
+    return not any(isinstance(_module(model, ".".join(parts[:n])), PPMissingLayer) for n in range(1, len(parts) + 1))
+
+
+def _module(model: torch.nn.Module, name: str) -> Any:
+    """The module of this name, or None."""
+    module: Any = model
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module
