@@ -79,14 +79,8 @@ class ModelTensors:
         # What transformers keeps in float32 in half-precision models. Files in float32 may be loaded as such
         wide = list(whole._get_dtype_plan(torch.bfloat16 if whole.dtype == torch.float32 else whole.dtype))
         self._wide: re.Pattern | None = build_glob_alternation(wide)[0] if wide else None
-        beside = not as_saved and hasattr(whole, self._prefix)  # else it is the body itself (AutoModel)
-        heads = {n for n in self.state if beside and not n.startswith(f"{self._prefix}.")}
-        read = {f"{n}.weight" for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Embedding)}
-        self._resized = set() if as_saved else heads | read  # transformers says which do not fit
-        output = whole.get_output_embeddings()
-        speaks = set() if output is None else {id(p) for p in output.parameters()}
-        heads = {n for n in heads if id(self.state[n]) not in speaks}
-        self._new = set() if self.name in (whole.config.architectures or [self.name]) else heads
+        heads, self._vocabulary = (set(), set()) if as_saved else self._chosen(whole)
+        self._resized, self._new = heads, set() if self.name in (whole.config.architectures or [self.name]) else heads
 
     @classmethod
     def of(cls, source: Checkpoint) -> ModelTensors:
@@ -256,6 +250,19 @@ class ModelTensors:
             if id(tensor) not in here and not tied and not optional:
                 yield name
 
+    def _chosen(self, model: Any) -> tuple[set[str], set[str]]:
+        """The tensors of which a user may choose other sizes: those beside the model's body, and the embeddings, of
+        input and output, whose rows are tokens."""
+        from torch import nn
+
+        body = model if not hasattr(model, self._prefix) else getattr(model, self._prefix)  # AutoModel's is all body
+        inside = {id(p) for p in body.parameters()} | {id(b) for b in body.buffers()}
+        output = model.get_output_embeddings()
+        speaks = set() if output is None else {id(p) for p in output.parameters()}
+        reads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        heads = {n for n, t in self.state.items() if id(t) not in inside | speaks}
+        return heads, {n for n, t in self.state.items() if id(t) in speaks | reads}
+
     def _check_kind(self, name: str, what: Given) -> None:
         """ValueError for a weight that is stored as integers, or in 8 bits without a scale: loading would cast it."""
         if what.kind not in (*DENSE, "NVFP4", "FP8"):
@@ -265,7 +272,8 @@ class ModelTensors:
             )
 
     def _check_shape(self, name: str, target: str, what: Given) -> None:
-        if what.shape is not None and self.shapes[target] != what.shape:
+        rows = int(target in self._vocabulary)  # of another number of tokens: transformers refuses, or makes new ones
+        if what.shape is not None and self.shapes[target][rows:] != what.shape[rows:]:
             raise ValueError(
                 f"{name} in {what.file} is {what.kind} {list(what.shape)}, by config.json {self.name} has "
                 f"{list(self.shapes[target])} there: the file belongs to another model, or is damaged; download it "

@@ -100,7 +100,7 @@ def nothing_there(folder: str, files: nvfp4.NVFP4Files, dialect: Dialect) -> str
     """The error message for files without an NVFP4 matrix whose config says that they are NVFP4."""
     why = (
         "a shard is missing, or the config is of other files; if they are dense (a model that from_config made of a "
-        "4-bit folder's config was saved), remove its quantization_config"
+        "4-bit folder's config was saved), remove its quantization_config, and hf_quant_config.json"
     )
     for other in DIALECTS.values():
         if other is not dialect and any(name.endswith(f".{other.global_scale}") for name in files.tensors):

@@ -124,14 +124,19 @@ def tokenizer_at(source: str | os.PathLike) -> Any:
     return found
 
 
-def _fetch_tokenizer(name: str, snapshot: Path) -> None:
-    """Bring the tokenizer of the model `name` on the Hub into its folder in the cache, which may have only weights."""
+def _fetch_tokenizer(name: str, folder: Path) -> None:
+    """Bring the tokenizer of the model `name` on the Hub, if that is in this `folder` of the cache, which may have only
+    weights, into it."""
     from transformers import AutoTokenizer
 
+    snapshot = next((path for path in (folder, *folder.parents) if path.parent.name == "snapshots"), None)
+    if snapshot is None or os.path.isdir(name):
+        return
     with suppress(Exception):  # whoever reads it says why it cannot
         AutoTokenizer.from_pretrained(
-            name, revision=snapshot.name, cache_dir=snapshot.parents[2], trust_remote_code=False
-        )
+            name, revision=snapshot.name, cache_dir=snapshot.parents[2], trust_remote_code=False,
+            subfolder=folder.relative_to(snapshot).as_posix().removeprefix("."),
+        )  # fmt: skip
 
 
 def cut(tokenizer: Any, text: str, window: int) -> list[Tensor]:
@@ -247,7 +252,7 @@ def importance_for_load(source: Checkpoint, model: Any, config: MoeNvfp4Config, 
     if isinstance(config.calibration, os.PathLike):
         return importance_of_file(config.calibration, model)
     folder, name = next(iter(source.tensors.values())).file.parent, model.config.name_or_path
-    if config.calibration is not None and folder.parent.name == "snapshots" and not os.path.isdir(name):
+    if config.calibration is not None:
         _fetch_tokenizer(name, folder)
     with torch.device("cpu"):  # transformers calls with meta as the default
         batches = calibration_batches(config.calibration, model.config, folder)

@@ -232,9 +232,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
             self.linears = LinearConverter(by_source, set(linears), found.dialect)
         elif not experts:
             raise ValueError(f"{type(model).__name__}: the files hold no NVFP4 weights that this model has, although "
-                             "their config.json says so: if they are dense (a model that from_config made "
-                             "of a 4-bit folder's config was saved), remove its quantization_config, else download "
-                             "them again")  # fmt: skip
+                             "their config says so: if they are dense (a model that from_config made of a 4-bit "
+                             "folder's config was saved), remove its quantization_config, and hf_quant_config.json, "
+                             "else download them again")  # fmt: skip
         layouts = {found.experts.get(name, ExpertLayout.ONE_BY_ONE) for name in experts}
         if len(layouts) > 1:
             ways = ", ".join(sorted(layout.value for layout in layouts))

@@ -11,7 +11,7 @@ from moe_nvfp4.cli.models import check_original, load, text_of
 from moe_nvfp4.cli.options import (
     ACTIVATIONS,
     ACTIVATIONS_HELP,
-    MODEL_HELP,
+    ORIGINAL_HELP,
     Commands,
     add_device,
     add_json,
@@ -30,12 +30,14 @@ def add(commands: Commands) -> None:
         "experts, and transformers' bf16 experts in the same run. The roof of a layer is the time in which torch reads "
         "its 4-bit bytes from memory or does its arithmetic in a matrix product, whichever is longer on this machine.",
     )  # fmt: skip
-    sub.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL_HELP} (default: demo)")
+    sub.add_argument("model", metavar="MODEL", nargs="?", help=f"{ORIGINAL_HELP} (default: demo)")
     sub.add_argument(
         "--shape", type=whole(1), nargs=4, metavar=("H", "I", "E", "K"), default=(2048, 768, 128, 8),
         help="the layer's hidden size, intermediate size, experts and experts per token (default 2048 768 128 8)",
     )  # fmt: skip
-    sub.add_argument("--tokens", type=whole(1), nargs="+", metavar="T", help="batch sizes to time the layer with")
+    sub.add_argument(
+        "--tokens", type=whole(1), nargs="+", action="extend", metavar="T", help="batch sizes to time the layer with"
+    )
     sub.add_argument("--activations", choices=ACTIVATIONS, default="bf16", help=ACTIVATIONS_HELP)
     sub.add_argument("--max-new-tokens", type=whole(2), metavar="N", help="tokens that MODEL generates (default 48)")
     sub.add_argument("--layer-only", action="store_true", help="do not run MODEL")

@@ -10,7 +10,7 @@ from moe_nvfp4.cli.options import (
     ACTIVATIONS,
     ACTIVATIONS_HELP,
     DEFAULT_RECIPE,
-    MODEL_HELP,
+    ORIGINAL_HELP,
     Commands,
     add_device,
     add_json,
@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
         "Measure perplexity, KL divergence of the next-token distributions and top-1 agreement of MODEL with 4-bit "
         "experts (W4A16 and W4A4) against the original, on a text, both in bf16. Needs memory for both models.",
     )  # fmt: skip
-    sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    sub.add_argument("model", metavar="MODEL", help=ORIGINAL_HELP)
     sub.add_argument(
         "--quantized", metavar="DST",
         help="the 4-bit folder to compare, made by any recipe or tool (default: MODEL, quantized while loading)",
@@ -39,11 +39,11 @@ def add(commands: Commands) -> None:
     add_texts(sub, 12, shortest=2)
     add_quantizing(sub)
     sub.add_argument(
-        "--activations", nargs="+", choices=ACTIVATIONS, default=["bf16", "nvfp4"],
+        "--activations", nargs="+", choices=ACTIVATIONS, action="extend",
         help=f"which to compare (default: bf16 nvfp4). {ACTIVATIONS_HELP}",
     )  # fmt: skip
     sub.add_argument(
-        "--tasks", metavar="NAME,...",
+        "--tasks", metavar="NAME,...", action="append",
         help="also run these tasks of lm-eval (pip install lm-eval): arc_easy,hellaswag, or the YAML file of one",
     )  # fmt: skip
     sub.add_argument("--limit", type=whole(1), metavar="N", help="with --tasks: at most N questions of each task")
@@ -66,14 +66,14 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--limit would have no effect without --tasks, whose questions it limits: name tasks")
     if args.plot is not None:
         judging.check_plot(args.plot, judging.BY_POSITION)
-    tasks = judging.tasks_of(args.tasks) if args.tasks else None
+    tasks = judging.tasks_of(",".join(args.tasks)) if args.tasks else None
     text = text_of(args)
     original, tokenizer = load(args, None)
     model = _quantized(args)
     warnings = [] if args.quantized is None else _of_another_model(args, original, model)
     windows = windows_of(args, tokenizer, text, original.config).to(original.device)
 
-    chosen = {a: LABELS[a] for a in args.activations}
+    chosen = {a: LABELS[a] for a in args.activations or ("bf16", "nvfp4")}
     models = {name: lambda ids, a=a: set_activations(model, a)(ids) for a, name in chosen.items()}
     found = evaluate(original, models, progress_bar(windows, desc="compare", unit="window", show=True))
     labels = {"original": "bf16"} | {name: name for name in models}

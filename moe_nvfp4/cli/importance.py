@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from moe_nvfp4.cli.models import folder, model_config, text_of, tokenizer_of, windows_of
-from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_device, add_texts, check_writable, command, path
+from moe_nvfp4.cli.options import ORIGINAL_HELP, Commands, add_device, add_texts, check_writable, command, path
 from moe_nvfp4.cli.output import note
 
 
@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
         "input column of its experts' matrices, and of its linears, is, for moe-nvfp4 quantize --recipe weighted "
         "--importance OUT. Without --text, random token ids are used, which do nearly as well.",
     )  # fmt: skip
-    sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    sub.add_argument("model", metavar="MODEL", help=ORIGINAL_HELP)
     sub.add_argument("out", metavar="OUT", type=path, help="safetensors file to make; must not exist")
     add_texts(sub, 8, shortest=1, default="default: random token ids")
     add_device(sub)

@@ -90,6 +90,10 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--exclude {unknown!r} matches no experts module of {args.model}"
                          + ("" if args.json else ", see above"))  # fmt: skip
     if not experts:
+        if quantization is not None:
+            raise ValueError(
+                f"{args.model} has no 4-bit experts, although its config says so: moe-nvfp4 verify names why"
+            )
         raise ValueError(f"{args.model} has no experts that this library can quantize")
     for line in warnings:
         say(line)

@@ -246,25 +246,28 @@ def test_every_window_of_a_text_begins_with_bos(tmp_path):
         assert torch.equal(windows_of(args, tokenizer_at(tmp_path), text, config), torch.cat(windows[:2]))
 
 
-def test_the_tokenizer_of_a_model_on_the_hub_is_fetched(tmp_path, monkeypatch):
+@pytest.mark.parametrize("sub", ["", "inner/most"])
+def test_the_tokenizer_of_a_model_on_the_hub_is_fetched(sub, tmp_path, monkeypatch):
     """from_pretrained by name brings its weights alone."""
     place, commit = tmp_path / "models--me--dense", "c" * 40
-    make(qwen3_moe).save_pretrained(place / "snapshots" / commit)
+    make(qwen3_moe).save_pretrained(place / "snapshots" / commit / sub)
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text(commit)
     original, fetched = AutoTokenizer.from_pretrained, []
 
-    def from_hub(name, revision=None, cache_dir=None, **kwargs):
+    def from_hub(name, revision=None, cache_dir=None, subfolder="", **kwargs):
         if name == "me/dense":
-            fetched.append((revision, cache_dir))
-            add_tokenizer(name := cache_dir / "models--me--dense" / "snapshots" / revision)
+            fetched.append((revision, cache_dir, subfolder))
+            add_tokenizer(name := cache_dir / "models--me--dense" / "snapshots" / revision / subfolder)
         return original(name, **kwargs)
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_hub)
     config = MoeNvfp4Config(recipe="weighted", calibration="w3 w5 w7 " * 50)
-    model = AutoModelForCausalLM.from_pretrained("me/dense", cache_dir=tmp_path, quantization_config=config)
-    assert fetched == [(commit, tmp_path)]
-    here = AutoModelForCausalLM.from_pretrained(place / "snapshots" / commit, quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(
+        "me/dense", cache_dir=tmp_path, subfolder=sub, quantization_config=config
+    )
+    assert fetched == [(commit, tmp_path, sub)]
+    here = AutoModelForCausalLM.from_pretrained(place / "snapshots" / commit / sub, quantization_config=config)
     assert len(fetched) == 1 and all(map(torch.equal, model.state_dict().values(), here.state_dict().values()))
 
 
