@@ -79,7 +79,11 @@ class ModelTensors:
         # What transformers keeps in float32 in half-precision models. Files in float32 may be loaded as such
         wide = list(whole._get_dtype_plan(torch.bfloat16 if whole.dtype == torch.float32 else whole.dtype))
         self._wide: re.Pattern | None = build_glob_alternation(wide)[0] if wide else None
-        heads, self._vocabulary = (set(), set()) if as_saved else self._chosen(whole)
+        output = whole.get_output_embeddings()
+        speaks = set() if output is None else {id(p) for p in output.parameters()}
+        reads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        self._embeddings = {name for name, t in self.state.items() if id(t) in speaks | reads}  # their rows are tokens
+        heads = set() if as_saved else self._heads(whole, speaks)
         self._resized, self._new = heads, set() if self.name in (whole.config.architectures or [self.name]) else heads
 
     @classmethod
@@ -184,13 +188,15 @@ class ModelTensors:
         return [target, *(target.replace(first, other, 1) for other in others)]
 
     # ---------------------------------------------------------------- the check
-    def check(self, given: Mapping[str, Given]) -> list[str]:
+    def check(self, given: Mapping[str, Given], any_vocabulary: bool = False) -> list[str]:
         """ValueError unless files hold all that the model needs. Returns the names that the model has no tensor for.
 
         These may be missing: tensors that are tied to one that is there; those that transformers ignores; and the head,
         if the model is of another class than the files (a classifier on a language model), as it is yet to be trained.
 
-        given  name in a dense checkpoint -> what the files hold
+        given           name in a dense checkpoint -> what the files hold
+        any_vocabulary  dense embeddings may have rows for other tokens: transformers, which loads them, refuses that or
+                        makes new ones (ignore_mismatched_sizes)
         """
         covered: set[str] = set()
         experts: dict[str, Parts] = {}
@@ -214,7 +220,8 @@ class ModelTensors:
             elif target in self.shapes:
                 covered.update(places)
                 if pattern is None and target not in self._resized:
-                    self._check_shape(name, target, what)
+                    dense = any_vocabulary and what.kind in DENSE
+                    self._check_shape(name, target, what, rows=int(dense and target in self._embeddings))
             elif not self.ignores(name):
                 surplus.append(name)
         for module, found in experts.items():
@@ -250,18 +257,11 @@ class ModelTensors:
             if id(tensor) not in here and not tied and not optional:
                 yield name
 
-    def _chosen(self, model: Any) -> tuple[set[str], set[str]]:
-        """The tensors of which a user may choose other sizes: those beside the model's body, and the embeddings, of
-        input and output, whose rows are tokens."""
-        from torch import nn
-
-        body = model if not hasattr(model, self._prefix) else getattr(model, self._prefix)  # AutoModel's is all body
-        inside = {id(p) for p in body.parameters()} | {id(b) for b in body.buffers()}
-        output = model.get_output_embeddings()
-        speaks = set() if output is None else {id(p) for p in output.parameters()}
-        reads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        heads = {n for n, t in self.state.items() if id(t) not in inside | speaks}
-        return heads, {n for n, t in self.state.items() if id(t) in speaks | reads}
+    def _heads(self, model: Any, speaks: set[int]) -> set[str]:
+        """The tensors beside the model's body, except the output embedding, whose ids are `speaks`."""
+        body = getattr(model, self._prefix, model)  # AutoModel's is all body
+        inside = {id(t) for t in (*body.parameters(), *body.buffers())} | speaks
+        return {name for name, tensor in self.state.items() if id(tensor) not in inside}
 
     def _check_kind(self, name: str, what: Given) -> None:
         """ValueError for a weight that is stored as integers, or in 8 bits without a scale: loading would cast it."""
@@ -271,8 +271,8 @@ class ModelTensors:
                 "quantized, and its scale or config.json's quantization_config is missing; download the original"
             )
 
-    def _check_shape(self, name: str, target: str, what: Given) -> None:
-        rows = int(target in self._vocabulary)  # of another number of tokens: transformers refuses, or makes new ones
+    def _check_shape(self, name: str, target: str, what: Given, rows: int = 0) -> None:
+        """ValueError unless the sizes are the model's, from dimension `rows` on."""
         if what.shape is not None and self.shapes[target][rows:] != what.shape[rows:]:
             raise ValueError(
                 f"{name} in {what.file} is {what.kind} {list(what.shape)}, by config.json {self.name} has "

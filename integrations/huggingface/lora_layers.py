@@ -21,6 +21,7 @@ from transformers.utils import logging
 from moe_nvfp4.backends import merge_packed, merged_codes
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.format import dequantize
+from moe_nvfp4.integrations.factors import exchanged
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, refuse_elsewhere
 from moe_nvfp4.ops import Adapter, Adapters
 from moe_nvfp4.prepared import before_weights, changing, in_fsdp
@@ -85,7 +86,6 @@ class MergingLayer:
         tensors = [side[name].weight.detach() for name in adapters for side in sides]
         return [self.scaling[name] for name in adapters], tensors
 
-    @torch.compiler.disable  # it puts other memory into parameters, which compiled code cannot
     def _trained_merged(self) -> list[str]:
         """The active adapters if they are mergeable, else none. Brings the base layer's weights up to date with them.
 
@@ -95,6 +95,11 @@ class MergingLayer:
         if not self.mergeable.intersection(active):
             return []
         self._check_alike(active)
+        self._bring_up_to_date(active)
+        return active
+
+    @torch.compiler.disable  # it puts other memory into parameters, which compiled code cannot
+    def _bring_up_to_date(self, active: list[str]) -> None:
         if capturing(self.lora_A[active[0]].weight.device):
             raise RuntimeError(
                 "a CUDA graph would not see that an adapter that is trained to be merged (nvfp4_mergeable) changes: "
@@ -108,7 +113,6 @@ class MergingLayer:
                 _refuse_between_processes(self.get_base_layer())
                 if not self._merged_again(active):
                     self.merge(adapter_names=active, by_call=self._by_call or not self.merged_adapters)
-        return active
 
     def _save_to_state_dict(self, *args: Any) -> None:
         self.as_read()
@@ -325,6 +329,15 @@ class ParamWrapper(MergingLayer, lora.ParamWrapper):
                 "would need them too: leave its experts out of target_parameters"
             )
         super().__init__(base_layer, adapter_name, parameter_name, **kwargs)
+
+    def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any) -> None:
+        said = config.peft_version
+        if said and exchanged(said, getattr(self.get_base_layer(), "is_transposed", False)):
+            raise NotImplementedError(
+                f"adapter {adapter_name!r} of experts was written by PEFT {said}, which has what is in "
+                "and what is out in each other's place: train it again, or merge it into the dense model by that PEFT"
+            )
+        super().update_layer(adapter_name, *args, config=config, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         """The features that PEFT expects of a dense parameter [E, in, out]; it swaps them if that is [E, out, in]."""

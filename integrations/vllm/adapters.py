@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from packaging.version import Version
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_nvfp4.integrations.factors import exchanged
 from moe_nvfp4.ops import Adapter, Adapters
 from moe_nvfp4.quantize.names import TOWER
 
@@ -37,8 +37,8 @@ class Share(NamedTuple):
     gated        whether there are rows of gate beside those of up
     mine         the numbers of this rank's experts in the files, in order
     tp           (rank, size) of tensor parallelism
-    interleaved  whether transformers has [E, in, out] with gate and up in turn, as gpt-oss
-    transposed   whether transformers has, or had, [E, in, out], which PEFT takes for [E, out, in] but for gpt-oss
+    interleaved  whether gate and up are in turn, as in gpt-oss
+    transposed   whether transformers has [E, in, out], and tells PEFT so; None: it does not tell
     """
 
     sizes: tuple[int, int, int]
@@ -46,13 +46,13 @@ class Share(NamedTuple):
     mine: Sequence[int]
     tp: tuple[int, int]
     interleaved: bool = False
-    transposed: bool = False
+    transposed: bool | None = False
 
 
 class Pair(NamedTuple):
     """One adapter in PEFT's form: of a parameter, A [rank * E, in] and B [out, rank * E]; of a linear, E is 1.
 
-    peft  the version that wrote it: one before 0.19 has in and out of [E, out, in] in each other's place
+    peft  the version that wrote it, if its config says so
     """
 
     A: Tensor
@@ -72,6 +72,11 @@ def adapters_of(pairs: Iterable[Pair], share: Share, name: str) -> Adapters:
     up: tuple[Adapter, ...] = ()
     down: tuple[Adapter, ...] = ()
     for A, B, r, scaling, peft in pairs:
+        if peft is not None and share.transposed is not None and exchanged(peft, share.transposed):
+            raise NotImplementedError(
+                f"{name} was written by PEFT {peft}, which has what is in and what is out in each other's place: train "
+                "it again, or merge it into the dense model by that PEFT"
+            )
         shapes, a_side, b_side = f"{list(A.shape)} and {list(B.shape)}", A.shape[1], B.shape[0]
         if (a_side, b_side) not in ((H, rows), (I, H)) or A.shape[0] != E * r or B.shape[1] != E * r:
             raise ValueError(
@@ -79,11 +84,11 @@ def adapters_of(pairs: Iterable[Pair], share: Share, name: str) -> Adapters:
                 "another model, or of one whose experts transformers stores transposed, which only transformers serves "
                 "(PEFT)"
             )
-        old = Version((peft or "0").partition("@")[0]) < Version("0.19")
-        if a_side == b_side and not share.interleaved and (share.transposed or old or rows == I):
-            by = f"of PEFT {peft or 'before 0.18'}" if old else "of this model"
-            raise NotImplementedError(f"{name} is {shapes}, which does not say what is in and what is out in an "
-                                      f"adapter {by}: serve it with transformers (PEFT)")  # fmt: skip
+        either = a_side == b_side or rows == I  # the other order would have these shapes, too
+        known = share.transposed or share.transposed is False and peft is not None
+        if either and (not known or rows == I == H):
+            raise NotImplementedError(f"{name} is {shapes}, which does not say what is in and what is out: serve it "
+                                      "with transformers (PEFT)")  # fmt: skip
         a = A.float().reshape(E, r, a_side)[list(share.mine)] * scaling
         b = B.float().reshape(b_side, r, E).permute(2, 0, 1)[list(share.mine)]
         if (a_side, b_side) == (H, rows):

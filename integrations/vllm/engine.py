@@ -469,10 +469,14 @@ def tell_apart(config: VllmConfig, name: str, form: Any) -> None:
         config.additional_config.setdefault(NAME, {})[name] = form
 
 
-def stored_transposed() -> bool:
-    """Whether transformers stores the experts of the model that is made as [E, in, out], or did in some version."""
+def stored_transposed() -> bool | None:
+    """Whether transformers stores the experts of the model that is made as [E, in, out], and its class tells PEFT so
+    (`is_transposed`); None: it does not tell, or stored them so in some version."""
     model_type = get_current_vllm_config().model_config.hf_text_config.model_type
-    return model_type == "dbrx" or (model_type in STACKS and STACKS[model_type].transposed is not False)
+    if model_type in ("gpt_oss", "openai_privacy_filter", "aria_text"):
+        return True
+    some = model_type == "dbrx" or model_type in STACKS and STACKS[model_type].transposed is not False
+    return None if some else False
 
 
 def model_class() -> str:

@@ -16,6 +16,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 # transformers' names of blocks, routers and shared experts -> vLLM's, in models that do not say so to adapters
 NAMES = (
     (".mlp.gate", ".block_sparse_moe.gate"),  # Mixtral
+    (".self_attn.", ".attn."),  # gpt-oss in InternVL
     (".mlp.router.gate", ".mlp.gate"),  # AFMoE
     (".mlp.shared_experts.", ".mlp.shared_expert."),  # Laguna
 )

@@ -16,6 +16,7 @@ from moe_nvfp4.integrations.huggingface import MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.calibration import files_importance
 from moe_nvfp4.integrations.huggingface.packed import PackedConverter
 from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.options import Options
 from tests.folders import change_config, is_expert, is_linear, quantized, qwen2_moe
 from tests.models import IDS, folder, gpt_oss, logits, qwen3_moe, tensors
 
@@ -328,3 +329,14 @@ def test_another_vocabulary(dense, tmp_path):
     assert torch.equal(model.model.norm.weight, load(source, **settings).model.norm.weight)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         load(source, vocab_size=40, **settings)
+
+
+@pytest.mark.parametrize("how", ["4-bit head", "weighted"])
+def test_another_vocabulary_than_that_of_a_4_bit_head_or_of_what_is_run(how, tmp_path):
+    """transformers makes no new codes, and `weighted` runs the files by itself."""
+    source, settings = folder(tmp_path, qwen3_moe), {"quantization_config": MoeNvfp4Config(recipe="weighted")}
+    if how == "4-bit head":
+        convert_checkpoint(source, tmp_path / "q", Options(linears="all"), progress=False)
+        source, settings = tmp_path / "q", {}
+    with pytest.raises(ValueError, match=r"lm_head.weight in .*\[96, 64\].*\[40, 64\]|embed_tokens.*\[40, 64\]"):
+        load(source, vocab_size=40, ignore_mismatched_sizes=True, **settings)

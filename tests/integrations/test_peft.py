@@ -1,6 +1,8 @@
 """LoRA through PEFT on 4-bit models gives the same as PEFT on the dequantized weights."""
 
 import copy
+import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -439,6 +441,20 @@ def test_later_adapters_are_refused_like_the_first(target, settings, message):
     model = get_peft_model(swapped(linears="attention"), LoraConfig(**plain))
     with pytest.raises(NotImplementedError, match=message):
         model.add_adapter("later", LoraConfig(**plain | settings))
+
+
+@pytest.mark.parametrize(("family", "version", "refused"), [
+    (qwen3_moe, "0.18.1", True), (qwen3_moe, "0.19.1", False), (gpt_oss, "0.18.1", False), (gpt_oss, "0.19.0", True),
+])  # fmt: skip
+def test_adapters_of_experts_by_an_older_peft(family, version, refused, tmp_path):
+    """They have the two factors in another order, which sizes that are equal do not tell."""
+    model = swap_experts(make(family, torch.float32), progress=False)
+    get_peft_model(model, config(target_modules=[])).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_version": version}))
+    model = swap_experts(make(family, torch.float32), progress=False)
+    with pytest.raises(NotImplementedError, match=f"by PEFT {version}, which") if refused else nullcontext():
+        PeftModel.from_pretrained(model, tmp_path)
 
 
 def test_mixed_models_are_refused_with_the_way_out():

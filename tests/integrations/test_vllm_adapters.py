@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Pair, Share, adapters_of_linears
+from moe_nvfp4.integrations.factors import exchanged  # noqa: E402
+from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Share
 from tests.folders import change_config, qwen2_moe
 from tests.models import folder, gpt_oss, load, mixtral, qwen3_moe, tensors
 
@@ -98,7 +99,9 @@ def test_gpt_oss_alternates_rows(tmp_path, intermediate):
         want[wrapped.parameter_name] = wrapped.get_delta_weight("default").mT
         wrapped = wrapped.base_layer
     sizes = 4, small.config.hidden_size, intermediate
-    (up,), (down,) = products(ExpertsAdapter(str(tmp_path)).of(experts, Share(sizes, True, range(4), (0, 1), True)))
+    (up,), (down,) = products(
+        ExpertsAdapter(str(tmp_path)).of(experts, Share(sizes, True, range(4), (0, 1), True, True))
+    )
     gate_and_up = [want["gate_up_proj"][:, first::2] for first in range(2)]
     assert torch.allclose(up.float(), torch.cat(gate_and_up, dim=1), atol=1e-6, rtol=1e-5)
     assert torch.allclose(down.float(), want["down_proj"], atol=1e-6, rtol=1e-5)
@@ -200,13 +203,14 @@ def test_a_square_adapter_is_read_as_peft_has_it(tmp_path, intermediate):
     (up,), (down,) = products(whole(ExpertsAdapter(str(tmp_path / "square")), **sizes))
     for found, parameter in ((up, "gate_up_proj"), (down, "down_proj")):
         assert torch.allclose(found.float(), want[parameter].float(), atol=1e-6, rtol=1e-5)
-    refused = "which does not say what is in and what is out in an adapter of {}"
-    with pytest.raises(NotImplementedError, match=refused.format("this model")):  # Llama 4
-        whole(ExpertsAdapter(str(tmp_path / "square")), transposed=True, **sizes)
-    for version, by in (("0.18.1", r"PEFT 0\.18\.1"), (None, r"PEFT before 0\.18")):
-        old = changed(tmp_path, tmp_path / f"{version}", SAME, of="square", peft_version=version)
-        with pytest.raises(NotImplementedError, match=refused.format(by)):
-            whole(ExpertsAdapter(old), **sizes)
+    for changes, transposed, message in (
+        ({}, None, "which does not say what is in"),  # Llama 4
+        ({"peft_version": None}, False, "which does not say what is in"),
+        ({"peft_version": "0.19.0@1a2b3c4"}, False, r"was written by PEFT 0\.19\.0@1a2b3c4, which has what is in"),
+    ):
+        path = changed(tmp_path, tmp_path / f"{changes}{transposed}", SAME, of="square", **changes)
+        with pytest.raises(NotImplementedError, match=message):
+            whole(ExpertsAdapter(path), transposed=transposed, **sizes)
 
 
 def test_a_square_adapter_of_experts_without_a_gate_may_be_of_either_matrix(model, tmp_path):
@@ -215,41 +219,27 @@ def test_a_square_adapter_of_experts_without_a_gate_may_be_of_either_matrix(mode
     path = changed(model, tmp_path / "square", lambda files: (files.clear(), files.update(square)))
     with pytest.raises(NotImplementedError, match="does not say what is in and what is out"):
         whole(ExpertsAdapter(path), sizes=(E, H, H), gated=False)
+    # PEFT before 0.19 has up_proj's shapes where others have down_proj's
+    whole(ExpertsAdapter(str(model / "down")), gated=False)
+    path = changed(model, tmp_path / "old", SAME, of="down", peft_version="0.18.1")
+    with pytest.raises(NotImplementedError, match=r"was written by PEFT 0\.18\.1"):
+        whole(ExpertsAdapter(path), gated=False)
 
 
-def test_linears_of_experts_that_are_modules():
-    """What each expert's three linears add, with ranks of their own, or none; and the parts of ranks."""
-    g = torch.Generator().manual_seed(0)
-    sides, found, want = {"gate": (I, H), "up": (I, H), "down": (H, I)}, {}, {}
-    for e in range(E):
-        for part, (N, K) in sides.items():
-            want[e, part] = torch.zeros(N, K, dtype=torch.float64)
-            if e != 3 and (e, part) != (5, "up"):
-                r = 1 + (e + len(part)) % 3
-                A, B = torch.randn(r, K, generator=g), torch.randn(N, r, generator=g)
-                found[e, part] = Pair(A, B, r, 0.5 + e)
-                want[e, part] = (0.5 + e) * B.double() @ A.double()
-
-    def check(mine, rank, size):
-        up, down = adapters_of_linears(found, Share((E, H, I), True, mine, (rank, size)), "the adapter")
-        up, (down,) = sum(products([up])[0]), products([down])[0]
-        for i, e in enumerate(mine):
-            halves = [want[e, part].chunk(size)[rank] for part in ("gate", "up")]
-            assert torch.allclose(up[i], torch.cat(halves), rtol=1e-6, atol=1e-5)
-            assert torch.allclose(down[i], want[e, "down"].chunk(size, dim=1)[rank], rtol=1e-6, atol=1e-5)
-
-    check(range(E), 0, 1), check([5, 3], 0, 1), check(range(E), 1, 2)
-    share = Share((E, H, I), False, range(E), (0, 1))
-    up, down = adapters_of_linears({(2, "up"): found[2, "up"]}, share, "the adapter")
-    assert down == () and torch.allclose(products([up])[0][0][2], want[2, "up"], rtol=1e-6, atol=1e-5)
-    with pytest.raises(ValueError, match="the adapter has for up of expert 2 .*expected .*of another model"):
-        adapters_of_linears({(2, "up"): found[2, "down"]}, share, "the adapter")
+@pytest.mark.parametrize(("version", "plain", "told"), [
+    ("0.17.1", True, False), ("0.18.1", True, False), ("0.19.0", True, True), ("0.19.1", False, False),
+    ("0.20.0.dev0@abc", False, False), ("0.21.2", False, False),
+])  # fmt: skip
+def test_the_order_of_pefts_versions(version, plain, told):
+    """What the wheels of these versions make of a parameter [E, out, in] (Qwen3-MoE) and of gpt-oss's [E, in, out]."""
+    assert (exchanged(version, False), exchanged(version, True)) == (plain, told)
 
 
 # ---------------------------------------------------------------- in vLLM
 @pytest.mark.parametrize(("own", "theirs", "ours"), [
     ("block_sparse_moe.gate", "mlp.gate", "block_sparse_moe.gate"),  # Mixtral
     ("mlp.gate", "mlp.router.gate", "mlp.gate"),  # AFMoE
+    ("attn.o_proj", "self_attn.o_proj", "attn.o_proj"),  # gpt-oss in InternVL
     ("mlp.shared_expert.up_proj", "mlp.shared_experts.up_proj", "mlp.shared_expert.up_proj"),  # Laguna
     ("mlp.gate", "mlp.gate", "mlp.experts.gate"),  # also the runner's, by which the manager calls it (Dots)
     ("mlp.shared.gate_up_proj", "mlp.shared.up_proj", "mlp.experts.shared.up_proj"),  # fused, in a block of two places
