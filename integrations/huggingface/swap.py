@@ -446,9 +446,10 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
             if isinstance(batch, Tensor) and batch.numel() and isinstance(inner, PreTrainedModel):
                 check_ids(batch, inner.config)
+            inputs = {key: v.to(whole.device) if isinstance(v, Tensor) else v for key, v in inputs.items()}
             called = reads_ids(model) if isinstance(batch, Tensor) else model
             with _without_padding(layers.values(), inputs.get("attention_mask")):
-                called(**{key: value.to(whole.device) for key, value in inputs.items()})
+                called(**inputs)
 
     with evaluating(model), torch.no_grad():
         found = observe(layers, run, linears.values())

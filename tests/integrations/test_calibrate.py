@@ -121,7 +121,8 @@ def test_linears_get_a_scale_too_where_they_have_none(dialect, tmp_path):
 
 def test_one_token_is_enough_for_every_expert(tmp_path):
     """It reaches two of eight experts, but all of them get the layer's scale."""
-    model = calibrate(swap_experts(make(qwen3_moe).float(), progress=False), [torch.tensor([[3]])], progress=False)
+    batches = [{"input_ids": torch.tensor([[3]]), "use_cache": False}]  # inputs need not be tensors
+    model = calibrate(swap_experts(make(qwen3_moe).float(), progress=False), batches, progress=False)
     for experts in (m for m in model.modules() if isinstance(m, HFExperts)):
         assert experts.weights.validate().x_scale.unique().numel() == 1
         assert experts.weights.h_scale.unique().numel() == 1
