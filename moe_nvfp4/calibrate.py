@@ -10,7 +10,7 @@ beyond the calibrated range saturate, so the prompts should resemble those of la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 
@@ -35,17 +35,16 @@ class Observer:
 def observe(
     layers: Mapping[str, NVFP4Experts | NVFP4Linear],
     run: Callable[[], object],
-    others: Iterable[NVFP4Experts | NVFP4Linear] = (),
+    optional: Collection[str] = (),
 ) -> dict[str, tuple[Tensor, ...]]:
     """Scales of `layers`, from what they see while `run()` runs: name -> (scale of x, scale of h), fp32 0-d; for a
     linear (scale of x,).
 
-    Meanwhile the layers, and `others` of the model, run in W4A16, so that the rounding of activations does not change
-    their range.
-    ValueError for a layer that no row reached, or whose rows have NaN or Inf.
+    Meanwhile the layers run in W4A16, so that the rounding of activations does not change their range.
+    ValueError for a layer that no row reached, unless it is one of `optional`, and for rows that have NaN or Inf.
     """
     observers = {name: Observer(layer) for name, layer in layers.items()}
-    before = {layer: layer.activations for layer in (*layers.values(), *others)}
+    before = {layer: layer.activations for layer in layers.values()}
     try:
         for name, layer in layers.items():
             layer.observer = observers[name]
@@ -55,11 +54,16 @@ def observe(
     finally:
         for layer, activations in before.items():
             layer.observer, layer.activations = None, activations
-    return {name: tuple(_scale(name, amax) for amax in seen.amax) for name, seen in observers.items()}
+    reached = {n: seen for n, seen in observers.items() if n not in optional or all(_is_reached(a) for a in seen.amax)}
+    return {name: tuple(_scale(name, amax) for amax in seen.amax) for name, seen in reached.items()}
+
+
+def _is_reached(amax: Tensor | None) -> bool:
+    return amax is not None and bool(amax != 0)  # unrouted rows of h are zeros
 
 
 def _scale(name: str, amax: Tensor | None) -> Tensor:
-    if amax is None or amax == 0:  # unrouted rows of h are zeros
+    if amax is None or not _is_reached(amax):
         raise ValueError(f"{name} was not reached by any token: calibrate with a prompt that gets there")
     if not amax.isfinite():
         raise ValueError(f"{name} got activations with NaN or Inf: look for the prompt, or the layer, that makes them")

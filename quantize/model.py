@@ -65,6 +65,8 @@ class ModelTensors:
         self._modules = {name[: at.start()] for name in self.state for at in re.finditer(r"\.", name)}
         self._counts = expert_counts(whole.config.to_dict())
         self._prefix: str = whole.base_model_prefix
+        body = getattr(whole, self._prefix, whole)
+        self._is_body = body is whole  # as AutoModel has it
         # Asking a conversion for a name marks it as used, so copies are asked.
         known = get_model_conversion_mapping(whole, add_legacy=True) if conversions is None else conversions
         conversions = [copy.copy(c) for c in known]
@@ -83,7 +85,7 @@ class ModelTensors:
         speaks = set() if output is None else {id(p) for p in output.parameters()}
         reads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         self._embeddings = {name for name, t in self.state.items() if id(t) in speaks | reads}  # their rows are tokens
-        heads = set() if as_saved else self._heads(whole, speaks)
+        heads = set() if as_saved else self._heads(body, speaks)
         self._resized, self._new = heads, set() if self.name in (whole.config.architectures or [self.name]) else heads
 
     @classmethod
@@ -240,7 +242,7 @@ class ModelTensors:
                 "A shard is missing, or config.json belongs to another model: download the checkpoint again, or "
                 "quantize the original"
             )
-            if not any(name.startswith(f"{self._prefix}.") for name in missing):
+            if not self._is_body and not any(name.startswith(f"{self._prefix}.") for name in missing):
                 why = (
                     "They are of the model's body, as AutoModel saves it: name the body's class under architectures in "
                     "config.json, or save the whole model"
@@ -257,9 +259,8 @@ class ModelTensors:
             if id(tensor) not in here and not tied and not optional:
                 yield name
 
-    def _heads(self, model: Any, speaks: set[int]) -> set[str]:
-        """The tensors beside the model's body, except the output embedding, whose ids are `speaks`."""
-        body = getattr(model, self._prefix, model)  # AutoModel's is all body
+    def _heads(self, body: Any, speaks: set[int]) -> set[str]:
+        """The tensors beside the model's `body`, except the output embedding, whose ids are `speaks`."""
         inside = {id(t) for t in (*body.parameters(), *body.buffers())} | speaks
         return {name for name, tensor in self.state.items() if id(tensor) not in inside}
 
@@ -289,7 +290,8 @@ class ModelTensors:
         inside = PER_EXPERT.fullmatch(target.rpartition(".")[0])  # where the model's own files are stacked
         module = inside["module"] if inside else target.rpartition(".")[0]
         part = PLAIN_NAMES.get(match["part"], match["part"]) + (".bias" if last == "bias" else "")
-        own = next((m for m in aliases(module) if m in self._modules), None)
+        places = (module, module.removeprefix(f"{self._prefix}."), f"{self._prefix}.{module}")  # as in `_in_body`
+        own = next((m for place in places for m in aliases(place) if m in self._modules), None)
         return None if own is None else (own, int(match["e"]), part)
 
     def _check_experts(self, module: str, found: Parts, covered: set[str]) -> set[str]:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.utils import logging
 
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import refuse_assigned, refuse_elsewhere, take_over
@@ -30,6 +34,7 @@ from moe_nvfp4.quantize.names import PRE_QUANT_SCALE
 from moe_nvfp4.quantize.recipes import better, quantize_matrix, recipe_named
 from moe_nvfp4.weights import check_block_scales, check_global_scale
 
+logger = logging.get_logger(__name__)
 FP8_TENSORS = ("weight", *FP8_SCALES, "input_scale")
 PARAMETERS = ("weight", "weight_sf", "weight_global_scale", "input_scale", PRE_QUANT_SCALE)
 NOT_SPLIT = (
@@ -58,7 +63,18 @@ def replace_linears(
             pre_quant_scale, "meta",
         ).train(module.training)  # fmt: skip
         model.set_submodule(name, take_over(made[name], module))
+    if made:
+        _check_peft()
     return made
+
+
+def _check_peft() -> None:
+    """Warn of a PEFT that does not know 4-bit linears."""
+    if find_spec("peft") is not None and Version(version("peft")) < Version("0.21"):
+        logger.warning_once(
+            f"PEFT {version('peft')} leaves 4-bit linears out of target_modules='all-linear': for adapters on them "
+            "install 0.21.2"
+        )
 
 
 # What is known about linears, by name: importance fp32 [K], for fused ones under the first's name, or the parameters of
@@ -94,6 +110,8 @@ def quantize_linears(
         for module, new in zip(modules, made, strict=True):
             for name in names.pop(module):
                 model.set_submodule(name, new)
+    if chosen.fused:
+        _check_peft()
     return [linear.model for fused in chosen.fused for linear in fused]
 
 

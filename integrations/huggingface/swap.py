@@ -418,20 +418,20 @@ def _config(model: nn.Module, has_layers: bool) -> MoeNvfp4Config:
 
 
 def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], progress: bool = True) -> Model:
-    """Give static activation scales (`input_scale`) to the 4-bit experts of `model`, and to 4-bit linears without one.
-    Works in place, and returns the model.
+    """Give static activation scales (`input_scale`) to the 4-bit experts and linears of `model`, in place of those that
+    they have. Works in place, and returns the model.
 
     batches: inputs of the model, token ids [B, T] or dictionaries; a few hundred tokens of the kind that the model is
     meant for. Positions where a dictionary's attention_mask [B, T] is 0 do not count. All experts of a layer get one
     scale. The scales are used with activations="nvfp4", and are saved by `save_pretrained`. ValueError if no token
-    reached a layer, if a layer got NaN or Inf, and for token ids [B, T] that the model does not take;
-    NotImplementedError if layers are split over ranks or offloaded.
+    reached a layer (a linear that has a scale keeps it), if a layer got NaN or Inf, and for token ids [B, T] that the
+    model does not take; NotImplementedError if layers are split over ranks or offloaded.
     """
     layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, HFExperts)}
     config = _config(model, bool(layers))
     # Servers that read a scale for experts want one for every 4-bit layer
     linears = {name: m for name, m in model.named_modules() if isinstance(m, NVFP4Linear)}
-    layers |= {name: m for name, m in linears.items() if m.input_scale is None}
+    layers |= linears
     for parameter in (p for layer in layers.values() for p in layer.parameters()):
         refuse_elsewhere(parameter, "calibrated")  # a hook brings the parameters that were there when the model loaded
 
@@ -452,7 +452,7 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
                 called(**inputs)
 
     with evaluating(model), torch.no_grad():
-        found = observe(layers, run, linears.values())
+        found = observe(layers, run, [name for name, m in linears.items() if m.input_scale is not None])
     for name, scales in found.items():
         layers[name].set_input_scales(*scales)
     config.input_scale, config.weights_only = True, False

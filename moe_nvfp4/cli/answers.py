@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -75,14 +74,20 @@ def _in_form(tokenizer: Any, messages: list[Message]) -> list[Any]:
                 roles.append(messages[i]["role"])
         return roles
 
-    if not (missing := left_out(str)):
-        return messages
     parts = lambda text: [{"type": "text", "text": text}]
-    with suppress(ValueError):
-        if not left_out(parts):
-            return [message | {"content": parts(message["content"])} for message in messages]
-    remedy = "leave out --system" if missing == ["system"] else "write the whole prompt, with generate --raw"
-    raise ValueError(f"the model's chat template leaves out the {missing[0]} message: {remedy}")
+    problem: ValueError | None = None
+    for form in (str, parts):
+        try:
+            missing = left_out(form)
+        except ValueError as refusal:
+            problem = problem or refusal
+            continue
+        if not missing:
+            return [message | {"content": form(message["content"])} for message in messages]
+        remedy = "leave out --system" if missing == ["system"] else "write the whole prompt, with generate --raw"
+        problem = problem or ValueError(f"the model's chat template leaves out the {missing[0]} message: {remedy}")
+    assert problem is not None
+    raise problem
 
 
 def answer(

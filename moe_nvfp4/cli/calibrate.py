@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
     sub = command(
         commands, "calibrate", run, "add static activation scales",
         "Load MODEL with 4-bit experts, run a text through it and write DST: the same weights, plus an input_scale "
-        "for every expert and for every 4-bit linear that lacks one. W4A4 then needs no scale per token. Other files "
+        "for every expert and every 4-bit linear. W4A4 then needs no scale per token. Other files "
         "but the model card are copied. Takes the memory of the 4-bit model.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--exclude {unknown!r} matches no experts module of {args.model}"
                          + ("" if args.json else ", see above"))  # fmt: skip
     if not experts:
-        if quantization is not None:
+        if modules and quantization is not None and not linears:
             raise ValueError(
                 f"{args.model} has no 4-bit experts, although its config says so: moe-nvfp4 verify names why"
             )

@@ -130,6 +130,17 @@ def test_quantize_verify_and_back(folder, tmp_path, capsys):
     assert "is not an NVFP4 checkpoint" in capsys.readouterr().err
 
 
+def test_dense_files_beside_a_4_bit_config(folder, tmp_path, capsys):
+    """As from a dense model that was saved over a folder of ModelOpt's."""
+    shutil.copytree(folder, tmp_path / "over")
+    said = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": []}}
+    (tmp_path / "over" / "hf_quant_config.json").write_text(json.dumps(said))
+    for command, message in (("info", "has no 4-bit experts, although its config says so: moe-nvfp4 verify"),
+                             ("verify", "remove its quantization_config, and hf_quant_config.json")):  # fmt: skip
+        run(command, tmp_path / "over", expect=2)
+        assert message in capsys.readouterr().err
+
+
 def test_a_folder_called_demo(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").symlink_to(folder)

@@ -357,13 +357,14 @@ def test_training_after_a_call_in_inference_mode():
     assert len(found) > 4 and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_compiled_training_is_the_same():
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_training_is_the_same(backend):
     """Merging is outside of what is compiled: also in a call without the adapter, between two with it."""
     torch.manual_seed(0)
     models, losses = [get_peft_model(swapped(), config())], [[], []]
     models.append(copy.deepcopy(models[0]))
     for some, model in zip(losses, models, strict=True):
-        call = model if model is models[0] else torch.compile(model, backend="aot_eager")
+        call = model if model is models[0] else torch.compile(model, backend=backend)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
         for _ in range(2):
             loss = call(IDS, labels=IDS).loss

@@ -8,7 +8,13 @@ from argparse import Namespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from moe_nvfp4.cli import main
 from moe_nvfp4.cli.models import load as load_original
@@ -18,7 +24,7 @@ from moe_nvfp4.integrations.huggingface.packed import PackedConverter
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
 from tests.folders import change_config, is_expert, is_linear, quantized, qwen2_moe
-from tests.models import IDS, folder, gpt_oss, logits, qwen3_moe, tensors
+from tests.models import IDS, folder, gpt_oss, logits, qwen3_moe, step3p7, tensors
 
 ONE = "model.layers.1.mlp.experts"
 
@@ -313,8 +319,16 @@ def test_what_is_tied_ignored_or_to_be_trained_is_not_missed(tmp_path):
     change_config(base, architectures=["Qwen3MoeForCausalLM"])
     del files["model.layers.0.self_attn.o_proj.weight"]
     write(base, files)
-    with pytest.raises(ValueError, match="lack 1 of .*: layers.0.self_attn.o_proj.weight"):
+    with pytest.raises(ValueError, match="lack 1 of .*: layers.0.self_attn.o_proj.weight. A shard is missing"):
         load(base, AutoModel)
+
+
+def test_the_body_of_a_model_with_other_names_in_files(tmp_path):
+    """AutoModel's experts of Step-3.7 are those of the whole model, which its files call moe.experts."""
+    convert_checkpoint(folder(tmp_path, step3p7), tmp_path / "q", progress=False)
+    body, whole = load(tmp_path / "q", AutoModel), load(tmp_path / "q", AutoModelForImageTextToText)
+    found, expected = (m.language_model(IDS).last_hidden_state for m in (body, whole.model))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "4-bit"])
