@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from moe_nvfp4.quantize.files import Checkpoint, expert_counts
 from moe_nvfp4.quantize.layouts.base import Given, one_too_many
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PLAIN_NAMES, aliases
@@ -190,16 +192,21 @@ class ModelTensors:
         return [target, *(target.replace(first, other, 1) for other in others)]
 
     # ---------------------------------------------------------------- the check
-    def check(self, given: Mapping[str, Given], any_vocabulary: bool = False) -> list[str]:
+    def check(self, given: Mapping[str, Given], quantizing: bool = False) -> list[str]:
         """ValueError unless files hold all that the model needs. Returns the names that the model has no tensor for.
 
         These may be missing: tensors that are tied to one that is there; those that transformers ignores; and the head,
         if the model is of another class than the files (a classifier on a language model), as it is yet to be trained.
 
-        given           name in a dense checkpoint -> what the files hold
-        any_vocabulary  dense embeddings may have rows for other tokens: transformers, which loads them, refuses that or
-                        makes new ones (ignore_mismatched_sizes)
+        given       name in a dense checkpoint -> what the files hold
+        quantizing  transformers loads them with a quantizer. Since 5.24 it says where the user chose other sizes of a
+                    head or a vocabulary, or makes it new (ignore_mismatched_sizes); before it took the files' sizes
         """
+        import transformers
+
+        says = Version(transformers.__version__) >= Version("5.24")
+        resized = self._resized if says or not quantizing else set()
+        tokens = self._embeddings if says and quantizing else set()
         covered: set[str] = set()
         experts: dict[str, Parts] = {}
         surplus = []
@@ -221,9 +228,8 @@ class ModelTensors:
                 experts.setdefault(module, {}).setdefault(part, {})[e] = what
             elif target in self.shapes:
                 covered.update(places)
-                if pattern is None and target not in self._resized:
-                    dense = any_vocabulary and what.kind in DENSE
-                    self._check_shape(name, target, what, rows=int(dense and target in self._embeddings))
+                if pattern is None and target not in resized:
+                    self._check_shape(name, target, what, rows=int(target in tokens and what.kind in DENSE))
             elif not self.ignores(name):
                 surplus.append(name)
         for module, found in experts.items():

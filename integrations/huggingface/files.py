@@ -98,12 +98,12 @@ def is_nvfp4(tensors: Iterable[str]) -> bool:
     return any(key.endswith(GLOBAL_SCALES) for key in tensors)
 
 
-def check_dense(source: Checkpoint, model: nn.Module, any_vocabulary: bool = False) -> None:
+def check_dense(source: Checkpoint, model: nn.Module, quantizing: bool = False) -> None:
     """ValueError unless the files have all tensors of `model`, in which transformers would put random numbers, and no
-    scale of a weight that is quantized already. any_vocabulary: as in `ModelTensors.check`."""
+    scale of a weight that is quantized already. quantizing: as in `ModelTensors.check`."""
     tensors, names = source.tensors, ModelTensors(model)
     _refuse_scales(tensors, names)
-    names.check(nvfp4.dense_given(tensors), any_vocabulary)
+    names.check(nvfp4.dense_given(tensors), quantizing)
 
 
 def read_layout(
@@ -111,10 +111,10 @@ def read_layout(
     model: nn.Module,
     experts: Iterable[str],
     activations: str = "nvfp4",
-    any_vocabulary: bool = False,
+    quantizing: bool = False,
 ) -> CheckpointLayout:
     """What 4-bit files hold for `model`, which still has its dense modules. experts: the names of its experts modules;
-    any_vocabulary: as in `ModelTensors.check`.
+    quantizing: as in `ModelTensors.check`.
 
     Raises NotImplementedError for quantized weights that go through a converter of the model; ValueError for files that
     are damaged or incomplete, and for tensors of the model that are missing or have another shape.
@@ -142,7 +142,7 @@ def read_layout(
             unread = layout is ExpertLayout.DENSE and pattern is None and target not in names.state
             found.experts[owner] = ExpertLayout.SINGLE if unread and one_by_one else layout
     _refuse_scales(files.left, names)
-    names.check(files.given(), any_vocabulary)
+    names.check(files.given(), quantizing)
     return found
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +22,7 @@ from transformers.utils import logging
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import refuse_assigned, refuse_elsewhere, take_over
 from moe_nvfp4.integrations.huggingface.files import QuantizedLinear
+from moe_nvfp4.integrations.peft_versions import installed
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.dialects import Dialect
@@ -70,10 +69,9 @@ def replace_linears(
 
 def _check_peft() -> None:
     """Warn of a PEFT that does not know 4-bit linears."""
-    if find_spec("peft") is not None and Version(version("peft")) < Version("0.21"):
+    if (peft := installed()) is not None and peft < Version("0.21"):
         logger.warning_once(
-            f"PEFT {version('peft')} leaves 4-bit linears out of target_modules='all-linear': for adapters on them "
-            "install 0.21.2"
+            f"PEFT {peft} leaves 4-bit linears out of target_modules='all-linear': for adapters on them install 0.21.2"
         )
 
 

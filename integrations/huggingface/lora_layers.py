@@ -21,8 +21,8 @@ from transformers.utils import logging
 from moe_nvfp4.backends import merge_packed, merged_codes
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.integrations.factors import exchanged
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, refuse_elsewhere
+from moe_nvfp4.integrations.peft_versions import exchanged
 from moe_nvfp4.ops import Adapter, Adapters
 from moe_nvfp4.prepared import before_weights, changing, in_fsdp
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert, quantize_matrix, recipe_named
@@ -331,11 +331,11 @@ class ParamWrapper(MergingLayer, lora.ParamWrapper):
         super().__init__(base_layer, adapter_name, parameter_name, **kwargs)
 
     def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any) -> None:
-        said = config.peft_version
-        if said and exchanged(said, getattr(self.get_base_layer(), "is_transposed", False)):
+        if exchanged(config.peft_version, getattr(self.get_base_layer(), "is_transposed", False)):
             raise NotImplementedError(
-                f"adapter {adapter_name!r} of experts was written by PEFT {said}, which has what is in "
-                "and what is out in each other's place: train it again, or merge it into the dense model by that PEFT"
+                f"adapter {adapter_name!r} of experts was written by PEFT {config.peft_version}, which has what is in "
+                "and what is out in each other's place: merge it into the dense model by that PEFT, or train it again, "
+                "with config.peft_version = peft.__version__ if the settings are to be the same"
             )
         super().update_layer(adapter_name, *args, config=config, **kwargs)
 

@@ -194,13 +194,13 @@ class MoeNvfp4Quantizer(HfQuantizer):
         modules = find_experts(model, config, required=not self.four_bit)
         found = CheckpointLayout()
         if self.four_bit:
-            found = read_layout(source, model, [name for name, *_ in modules], config.activations, any_vocabulary=True)
+            found = read_layout(source, model, [name for name, *_ in modules], config.activations, quantizing=True)
             modules = [(n, m, _layout_here(m, layout, found.experts.get(n))) for n, m, layout in modules]
             config.input_scale, config.dialect = found.input_scale, found.dialect.name
             in_linears = any(PRE_QUANT_SCALE in linear.also for linear in found.linears.values())
             config.pre_quant_scale = found.pre_quant_scale or in_linears
         else:
-            check_dense(source, model, any_vocabulary=True)
+            check_dense(source, model, quantizing=True)
             self.chosen = choose_linears(model, config)
         if self.chosen.fused and getattr(model.config, "distributed_config", None) is not None:
             raise NotImplementedError(

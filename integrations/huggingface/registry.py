@@ -51,8 +51,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import version
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -66,6 +64,7 @@ from moe_nvfp4.integrations.huggingface import finegrained
 from moe_nvfp4.integrations.huggingface.config import ASKED, MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, dense_forward
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
+from moe_nvfp4.integrations.peft_versions import installed
 from moe_nvfp4.quantize.dialects import DIALECTS, dialect_of_method, read_config
 from moe_nvfp4.quantize.layouts import mxfp4
 from moe_nvfp4.quantize.source import becomes_nvfp4
@@ -128,7 +127,7 @@ def unregister() -> None:
 def _adapters() -> ModuleType | None:
     """The module for LoRA, if PEFT 0.21 or newer is installed. Older ones wrap parameters in a way that makes calls of
     the experts raise."""
-    if find_spec("peft") is None or Version(version("peft")) < Version("0.21"):
+    if (peft := installed()) is None or peft < Version("0.21"):
         return None
     return import_module("moe_nvfp4.integrations.huggingface.peft")
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_nvfp4.integrations.factors import exchanged
+from moe_nvfp4.integrations.peft_versions import exchanged
 from moe_nvfp4.ops import Adapter, Adapters
 from moe_nvfp4.quantize.names import TOWER
 
@@ -71,8 +71,11 @@ def adapters_of(pairs: Iterable[Pair], share: Share, name: str) -> Adapters:
     rows = 2 * I if share.gated else I
     up: tuple[Adapter, ...] = ()
     down: tuple[Adapter, ...] = ()
+    pairs = list(pairs)
+    told = share.gated and any(A.shape[1] != B.shape[0] for A, B, *_ in pairs)  # sizes that differ tell the order
     for A, B, r, scaling, peft in pairs:
-        if peft is not None and share.transposed is not None and exchanged(peft, share.transposed):
+        wrong = None if share.transposed is None else exchanged(peft, share.transposed)
+        if wrong:
             raise NotImplementedError(
                 f"{name} was written by PEFT {peft}, which has what is in and what is out in each other's place: train "
                 "it again, or merge it into the dense model by that PEFT"
@@ -84,8 +87,8 @@ def adapters_of(pairs: Iterable[Pair], share: Share, name: str) -> Adapters:
                 "another model, or of one whose experts transformers stores transposed, which only transformers serves "
                 "(PEFT)"
             )
-        either = a_side == b_side or rows == I  # the other order would have these shapes, too
-        known = share.transposed or share.transposed is False and peft is not None
+        either = a_side == b_side or rows == I  # the other order would have these sizes, too
+        known = told or wrong is False and not share.transposed  # transformers 4 does not tell PEFT of gpt-oss
         if either and (not known or rows == I == H):
             raise NotImplementedError(f"{name} is {shapes}, which does not say what is in and what is out: serve it "
                                       "with transformers (PEFT)")  # fmt: skip

@@ -93,8 +93,9 @@ def rename(
     for name in [name for name in adapters if name not in adapted]:
         for other in (name, *(name.replace(theirs, ours) for theirs, ours in NAMES)):
             parent, _, last = other.rpartition(".")
-            part = f"{parents.get(id(_module(model, parent)))}.{last}"
-            new = names.get(id(_module(model, other))) or (part if part in parts else name)
+            place = parents.get(id(_module(model, parent)), parent)
+            fused = f"{place}.{last}" in parts
+            new = names.get(id(_module(model, other)), f"{place}.{last}" if fused else name)
             if new != name and new not in adapters:
                 adapters[new] = adapters.pop(name)
                 break

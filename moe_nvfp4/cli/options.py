@@ -21,8 +21,10 @@ WINDOW = 512  # tokens
 ENGINES = ("vllm", "transformers")
 SHELLS = ("bash", "zsh")
 
-MODEL_HELP = "folder or Hub name of a Hugging Face MoE model, 4-bit or not; 'demo' makes a small one"
-ORIGINAL_HELP = MODEL_HELP.replace(", 4-bit or not", " that is not NVFP4")
+MODEL_HELP, ORIGINAL_HELP = (
+    f"folder or Hub name of a Hugging Face MoE model{which}; 'demo' makes a small one"
+    for which in (", 4-bit or not", " that is not NVFP4")
+)
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

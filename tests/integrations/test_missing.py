@@ -7,6 +7,8 @@ from argparse import Namespace
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
@@ -338,11 +340,27 @@ def test_another_vocabulary(dense, tmp_path):
         source, settings = folder(tmp_path, qwen3_moe), {"quantization_config": MoeNvfp4Config()}
     else:
         (source, _), settings = quantized(tmp_path / "q", qwen3_moe, "modelopt"), {}
+    if Version(transformers.__version__) < Version("5.24"):  # it would take the files' sizes without a word
+        with pytest.raises(ValueError, match=r"\[96, 64\], by config.json .* has \[40, 64\]"):
+            load(source, vocab_size=40, ignore_mismatched_sizes=True, **settings)
+        return
     model = load(source, vocab_size=40, ignore_mismatched_sizes=True, **settings)
     assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (40, 64)
     assert torch.equal(model.model.norm.weight, load(source, **settings).model.norm.weight)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         load(source, vocab_size=40, **settings)
+
+
+def test_another_number_of_labels(tmp_path):
+    """Likewise of a classifier's head."""
+    source = folder(tmp_path, qwen3_moe)
+    load(source, AutoModelForSequenceClassification, num_labels=2).save_pretrained(source)
+    settings = {"num_labels": 3, "ignore_mismatched_sizes": True, "quantization_config": MoeNvfp4Config()}
+    if Version(transformers.__version__) < Version("5.24"):
+        with pytest.raises(ValueError, match=r"score.weight .* \[2, 64\], by config.json .* has \[3, 64\]"):
+            load(source, AutoModelForSequenceClassification, **settings)
+    else:
+        assert load(source, AutoModelForSequenceClassification, **settings).score.weight.shape == (3, 64)
 
 
 @pytest.mark.parametrize("how", ["4-bit head", "weighted"])

@@ -2,14 +2,15 @@
 transformers."""
 
 import json
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_nvfp4.integrations.factors import exchanged  # noqa: E402
-from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Share
+from moe_nvfp4.integrations.peft_versions import exchanged  # noqa: E402
+from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Pair, Share, adapters_of, adapters_of_linears
 from tests.folders import change_config, qwen2_moe
 from tests.models import folder, gpt_oss, load, mixtral, qwen3_moe, tensors
 
@@ -98,13 +99,15 @@ def test_gpt_oss_alternates_rows(tmp_path, intermediate):
     while hasattr(wrapped, "parameter_name"):
         want[wrapped.parameter_name] = wrapped.get_delta_weight("default").mT
         wrapped = wrapped.base_layer
-    sizes = 4, small.config.hidden_size, intermediate
-    (up,), (down,) = products(
-        ExpertsAdapter(str(tmp_path)).of(experts, Share(sizes, True, range(4), (0, 1), True, True))
-    )
+    share = Share((4, small.config.hidden_size, intermediate), True, range(4), (0, 1), True, True)
+    (up,), (down,) = products(ExpertsAdapter(str(tmp_path)).of(experts, share))
     gate_and_up = [want["gate_up_proj"][:, first::2] for first in range(2)]
     assert torch.allclose(up.float(), torch.cat(gate_and_up, dim=1), atol=1e-6, rtol=1e-5)
     assert torch.allclose(down.float(), want["down_proj"], atol=1e-6, rtol=1e-5)
+    # alone, a square one may be of transformers 4, which does not tell PEFT that it is [E, in, out]
+    A, B = torch.zeros(4 * R, intermediate), torch.zeros(64, 4 * R)
+    with pytest.raises(NotImplementedError, match="what is in") if intermediate == 64 else nullcontext():
+        adapters_of([Pair(A, B, R, 1.0, "0.21.2")], share, "the adapter")
 
 
 def test_parts_of_ranks(model):
@@ -203,12 +206,20 @@ def test_a_square_adapter_is_read_as_peft_has_it(tmp_path, intermediate):
     (up,), (down,) = products(whole(ExpertsAdapter(str(tmp_path / "square")), **sizes))
     for found, parameter in ((up, "gate_up_proj"), (down, "down_proj")):
         assert torch.allclose(found.float(), want[parameter].float(), atol=1e-6, rtol=1e-5)
+
+    def alone(files):
+        """Without the other matrix, whose sizes tell the order of both."""
+        for stem in {name.rpartition(".lora_")[0] for name in files}:
+            sides = [f"{stem}.lora_{side}.weight" for side in "AB"]
+            if files[sides[0]].shape[1] != files[sides[1]].shape[0]:
+                del files[sides[0]], files[sides[1]]
+
     for changes, transposed, message in (
         ({}, None, "which does not say what is in"),  # Llama 4
         ({"peft_version": None}, False, "which does not say what is in"),
         ({"peft_version": "0.19.0@1a2b3c4"}, False, r"was written by PEFT 0\.19\.0@1a2b3c4, which has what is in"),
     ):
-        path = changed(tmp_path, tmp_path / f"{changes}{transposed}", SAME, of="square", **changes)
+        path = changed(tmp_path, tmp_path / f"{changes}{transposed}", alone, of="square", **changes)
         with pytest.raises(NotImplementedError, match=message):
             whole(ExpertsAdapter(path), transposed=transposed, **sizes)
 
@@ -228,11 +239,40 @@ def test_a_square_adapter_of_experts_without_a_gate_may_be_of_either_matrix(mode
 
 @pytest.mark.parametrize(("version", "plain", "told"), [
     ("0.17.1", True, False), ("0.18.1", True, False), ("0.19.0", True, True), ("0.19.1", False, False),
-    ("0.20.0.dev0@abc", False, False), ("0.21.2", False, False),
+    ("0.20.0.dev0@abc", False, False), ("0.21.2", False, False), (None, None, None), ("main", None, None),
 ])  # fmt: skip
 def test_the_order_of_pefts_versions(version, plain, told):
     """What the wheels of these versions make of a parameter [E, out, in] (Qwen3-MoE) and of gpt-oss's [E, in, out]."""
     assert (exchanged(version, False), exchanged(version, True)) == (plain, told)
+
+
+def test_linears_of_experts_that_are_modules():
+    """What each expert's three linears add, with ranks of their own, or none; and the parts of ranks."""
+    g = torch.Generator().manual_seed(0)
+    sides, found, want = {"gate": (I, H), "up": (I, H), "down": (H, I)}, {}, {}
+    for e in range(E):
+        for part, (N, K) in sides.items():
+            want[e, part] = torch.zeros(N, K, dtype=torch.float64)
+            if e != 3 and (e, part) != (5, "up"):
+                r = 1 + (e + len(part)) % 3
+                A, B = torch.randn(r, K, generator=g), torch.randn(N, r, generator=g)
+                found[e, part] = Pair(A, B, r, 0.5 + e)
+                want[e, part] = (0.5 + e) * B.double() @ A.double()
+
+    def check(mine, rank, size):
+        up, down = adapters_of_linears(found, Share((E, H, I), True, mine, (rank, size)), "the adapter")
+        up, (down,) = sum(products([up])[0]), products([down])[0]
+        for i, e in enumerate(mine):
+            halves = [want[e, part].chunk(size)[rank] for part in ("gate", "up")]
+            assert torch.allclose(up[i], torch.cat(halves), rtol=1e-6, atol=1e-5)
+            assert torch.allclose(down[i], want[e, "down"].chunk(size, dim=1)[rank], rtol=1e-6, atol=1e-5)
+
+    check(range(E), 0, 1), check([5, 3], 0, 1), check(range(E), 1, 2)
+    share = Share((E, H, I), False, range(E), (0, 1))
+    up, down = adapters_of_linears({(2, "up"): found[2, "up"]}, share, "the adapter")
+    assert down == () and torch.allclose(products([up])[0][0][2], want[2, "up"], rtol=1e-6, atol=1e-5)
+    with pytest.raises(ValueError, match="the adapter has for up of expert 2 .*expected .*of another model"):
+        adapters_of_linears({(2, "up"): found[2, "down"]}, share, "the adapter")
 
 
 # ---------------------------------------------------------------- in vLLM

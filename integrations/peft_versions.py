@@ -1,0 +1,32 @@
+"""What differs between versions of PEFT. Imports no PEFT."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import InvalidVersion, Version
+
+
+def installed() -> Version | None:
+    """The version that is installed; a folder of that name is no package."""
+    try:
+        return Version(version("peft"))
+    except PackageNotFoundError:
+        return None
+
+
+def exchanged(peft: str | None, is_transposed: bool) -> bool | None:
+    """Whether A has the side of what is out, and B that of what is in, in an adapter of experts that this version of
+    PEFT wrote; None: that is not known.
+
+    peft           as in adapter_config.json, which has it since 0.18
+    is_transposed  the attribute of transformers' class of experts, by which PEFT chooses since 0.19: its parameters are
+                   [E, in, out]; other classes' are taken for [E, out, in]
+
+    Source: ParamWrapper.update_layer in peft/tuners/lora/layer.py of 0.18.1, 0.19.0, 0.19.1 and 0.21.2.
+    """
+    try:
+        release = Version((peft or "").partition("@")[0]).release
+    except InvalidVersion:
+        return None
+    return release[:3] in ((0, 19), (0, 19, 0)) if is_transposed else release < (0, 19, 1)
