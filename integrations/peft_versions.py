@@ -6,6 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import InvalidVersion, Version
 
+OLDEST = Version("0.21")  # whose LoRA runs on 4-bit layers: older ones wrap parameters so that calls of experts raise
+
 
 def installed() -> Version | None:
     """The version that is installed; a folder of that name is no package."""
@@ -30,3 +32,16 @@ def exchanged(peft: str | None, is_transposed: bool) -> bool | None:
     except InvalidVersion:
         return None
     return release[:3] in ((0, 19), (0, 19, 0)) if is_transposed else release < (0, 19, 1)
+
+
+def check_order(name: str, peft: str | None, is_transposed: bool) -> bool:
+    """Whether A is known to have the side of what is in. NotImplementedError for an adapter, called `name`, whose A has
+    the other; peft and is_transposed as in `exchanged`."""
+    found = exchanged(peft, is_transposed)
+    if found:
+        raise NotImplementedError(
+            f"{name} was written by PEFT {peft}, which has what is in and what is out in each other's place: merge it "
+            "into the dense model by that PEFT, or train it again, with config.peft_version = peft.__version__ if the "
+            "settings are to be the same"
+        )
+    return found is False

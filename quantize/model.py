@@ -131,8 +131,13 @@ class ModelTensors:
         end = target.rfind(".experts.") + len(".experts")
         if end < len(".experts") or target[:end] in self._modules:
             return target
-        names = (target.removeprefix(f"{self._prefix}."), f"{self._prefix}.{target}")
-        return next((name for name in names if name[: end - len(target) + len(name)] in self._modules), target)
+        return next(
+            (name for name in self._bodies(target) if name[: end - len(target) + len(name)] in self._modules), target
+        )
+
+    def _bodies(self, name: str) -> tuple[str, str]:
+        """The names of a module where the model is a body by itself, and where its body has a prefix."""
+        return name.removeprefix(f"{self._prefix}."), f"{self._prefix}.{name}"
 
     def experts_module(self, module: str) -> str | None:
         """The model's name of the experts module that new files call `module`; None if it is no part of the model."""
@@ -296,7 +301,7 @@ class ModelTensors:
         inside = PER_EXPERT.fullmatch(target.rpartition(".")[0])  # where the model's own files are stacked
         module = inside["module"] if inside else target.rpartition(".")[0]
         part = PLAIN_NAMES.get(match["part"], match["part"]) + (".bias" if last == "bias" else "")
-        places = (module, module.removeprefix(f"{self._prefix}."), f"{self._prefix}.{module}")  # as in `_in_body`
+        places = (module, *self._bodies(module))
         own = next((m for place in places for m in aliases(place) if m in self._modules), None)
         return None if own is None else (own, int(match["e"]), part)
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -22,7 +21,7 @@ from transformers.utils import logging
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import refuse_assigned, refuse_elsewhere, take_over
 from moe_nvfp4.integrations.huggingface.files import QuantizedLinear
-from moe_nvfp4.integrations.peft_versions import installed
+from moe_nvfp4.integrations.peft_versions import OLDEST, installed
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.dialects import Dialect
@@ -69,7 +68,7 @@ def replace_linears(
 
 def _check_peft() -> None:
     """Warn of a PEFT that does not know 4-bit linears."""
-    if (peft := installed()) is not None and peft < Version("0.21"):
+    if (peft := installed()) is not None and peft < OLDEST:
         logger.warning_once(
             f"PEFT {peft} leaves 4-bit linears out of target_modules='all-linear': for adapters on them install 0.21.2"
         )

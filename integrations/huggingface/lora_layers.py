@@ -22,7 +22,7 @@ from moe_nvfp4.backends import merge_packed, merged_codes
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, refuse_elsewhere
-from moe_nvfp4.integrations.peft_versions import exchanged
+from moe_nvfp4.integrations.peft_versions import check_order
 from moe_nvfp4.ops import Adapter, Adapters
 from moe_nvfp4.prepared import before_weights, changing, in_fsdp
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert, quantize_matrix, recipe_named
@@ -331,12 +331,8 @@ class ParamWrapper(MergingLayer, lora.ParamWrapper):
         super().__init__(base_layer, adapter_name, parameter_name, **kwargs)
 
     def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any) -> None:
-        if exchanged(config.peft_version, getattr(self.get_base_layer(), "is_transposed", False)):
-            raise NotImplementedError(
-                f"adapter {adapter_name!r} of experts was written by PEFT {config.peft_version}, which has what is in "
-                "and what is out in each other's place: merge it into the dense model by that PEFT, or train it again, "
-                "with config.peft_version = peft.__version__ if the settings are to be the same"
-            )
+        is_transposed = getattr(self.get_base_layer(), "is_transposed", False)
+        check_order(f"adapter {adapter_name!r} of experts", config.peft_version, is_transposed)
         super().update_layer(adapter_name, *args, config=config, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:

@@ -54,7 +54,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from packaging.version import Version
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers import auto
 from transformers.utils import logging
@@ -64,7 +63,7 @@ from moe_nvfp4.integrations.huggingface import finegrained
 from moe_nvfp4.integrations.huggingface.config import ASKED, MoeNvfp4Config
 from moe_nvfp4.integrations.huggingface.experts import IMPLEMENTATION, dense_forward
 from moe_nvfp4.integrations.huggingface.quantizer import MoeNvfp4Quantizer
-from moe_nvfp4.integrations.peft_versions import installed
+from moe_nvfp4.integrations.peft_versions import OLDEST, installed
 from moe_nvfp4.quantize.dialects import DIALECTS, dialect_of_method, read_config
 from moe_nvfp4.quantize.layouts import mxfp4
 from moe_nvfp4.quantize.source import becomes_nvfp4
@@ -125,9 +124,8 @@ def unregister() -> None:
 
 
 def _adapters() -> ModuleType | None:
-    """The module for LoRA, if PEFT 0.21 or newer is installed. Older ones wrap parameters in a way that makes calls of
-    the experts raise."""
-    if (peft := installed()) is None or peft < Version("0.21"):
+    """The module for LoRA, if a PEFT that it knows is installed."""
+    if (peft := installed()) is None or peft < OLDEST:
         return None
     return import_module("moe_nvfp4.integrations.huggingface.peft")
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_nvfp4.integrations.peft_versions import exchanged
+from moe_nvfp4.integrations.peft_versions import check_order
 from moe_nvfp4.ops import Adapter, Adapters
 from moe_nvfp4.quantize.names import TOWER
 
@@ -74,12 +74,7 @@ def adapters_of(pairs: Iterable[Pair], share: Share, name: str) -> Adapters:
     pairs = list(pairs)
     told = share.gated and any(A.shape[1] != B.shape[0] for A, B, *_ in pairs)  # sizes that differ tell the order
     for A, B, r, scaling, peft in pairs:
-        wrong = None if share.transposed is None else exchanged(peft, share.transposed)
-        if wrong:
-            raise NotImplementedError(
-                f"{name} was written by PEFT {peft}, which has what is in and what is out in each other's place: train "
-                "it again, or merge it into the dense model by that PEFT"
-            )
+        said = share.transposed is not None and check_order(name, peft, share.transposed)
         shapes, a_side, b_side = f"{list(A.shape)} and {list(B.shape)}", A.shape[1], B.shape[0]
         if (a_side, b_side) not in ((H, rows), (I, H)) or A.shape[0] != E * r or B.shape[1] != E * r:
             raise ValueError(
@@ -88,7 +83,7 @@ def adapters_of(pairs: Iterable[Pair], share: Share, name: str) -> Adapters:
                 "(PEFT)"
             )
         either = a_side == b_side or rows == I  # the other order would have these sizes, too
-        known = told or wrong is False and not share.transposed  # transformers 4 does not tell PEFT of gpt-oss
+        known = told or said and not share.transposed  # transformers 4 does not tell PEFT of gpt-oss
         if either and (not known or rows == I == H):
             raise NotImplementedError(f"{name} is {shapes}, which does not say what is in and what is out: serve it "
                                       "with transformers (PEFT)")  # fmt: skip

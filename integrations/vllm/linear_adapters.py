@@ -6,6 +6,7 @@ vLLM by itself leaves out what it finds no module for.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -109,13 +110,14 @@ def absorbed(model: torch.nn.Module) -> set[int]:
 
 def _is_here(model: torch.nn.Module, name: str) -> bool:
     """Whether the layer of the module `name` is on this stage of a pipeline."""
-    parts = name.split(".")
-    return not any(isinstance(_module(model, ".".join(parts[:n])), PPMissingLayer) for n in range(1, len(parts) + 1))
+    return not any(isinstance(module, PPMissingLayer) for module in _along(model, name))
 
 
 def _module(model: torch.nn.Module, name: str) -> Any:
     """The module of this name, or None."""
-    module: Any = model
-    for part in name.split("."):
-        module = getattr(module, part, None)
-    return module
+    return _along(model, name)[-1]
+
+
+def _along(model: torch.nn.Module, name: str) -> list[Any]:
+    """The model, and what it has at each part of a name: modules, or None."""
+    return list(accumulate(name.split("."), lambda module, part: getattr(module, part, None), initial=model))

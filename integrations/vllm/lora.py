@@ -81,9 +81,9 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         for key in [key for key in loras if key == module or key.startswith(f"{module}.")]:
             e, _, part = key[len(module) + 1 :].partition(".")
             if e in ("", "base_layer"):
-                of_parameters.append(_pair(loras.pop(key), key, folder)._replace(peft=peft))
+                of_parameters.append(_pair(loras.pop(key), key, folder, peft))
             elif e.isdecimal() and int(e) < self.method.share.sizes[0] and part in parts:
-                of_linears[int(e), parts[part]] = _pair(loras.pop(key), key, folder)
+                of_linears[int(e), parts[part]] = _pair(loras.pop(key), key, folder, peft)
         if not of_parameters and not of_linears:
             return
         found = adapters_of(of_parameters, self.method.share, name)
@@ -112,10 +112,10 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         return isinstance(source_layer, MoERunner) and hasattr(source_layer.routed_experts, "nvfp4")
 
 
-def _pair(lora: LoRALayerWeights, name: str, folder: str) -> Pair:
+def _pair(lora: LoRALayerWeights, name: str, folder: str, peft: str | None) -> Pair:
     if lora.lora_a is None or lora.lora_b is None:
         raise ValueError(f"{folder}: {name} has lora_A or lora_B only: save the adapter again")
-    return Pair(lora.lora_a, lora.lora_b, lora.rank, lora.scaling)
+    return Pair(lora.lora_a, lora.lora_b, lora.rank, lora.scaling, peft)
 
 
 def _rename(loras: dict[str, LoRALayerWeights], experts: Iterable[str]) -> None:

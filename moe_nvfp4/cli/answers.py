@@ -67,10 +67,10 @@ def _in_form(tokenizer: Any, messages: list[Message]) -> list[Any]:
             except (TemplateError, TypeError) as error:
                 raise ValueError(f"the model's chat template refuses the conversation: {error}") from None
 
-        roles = []
+        roles, whole = [], written(messages)
         for i in sorted({0, len(messages) - 1}):
             other = messages[i] | {"content": f"{messages[i]['content']} and more"}
-            if messages[i]["content"] and written(messages) == written([*messages[:i], other, *messages[i + 1 :]]):
+            if messages[i]["content"] and whole == written([*messages[:i], other, *messages[i + 1 :]]):
                 roles.append(messages[i]["role"])
         return roles
 
