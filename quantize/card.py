@@ -55,28 +55,12 @@ model = {loader}.from_pretrained("{name}", dtype="auto")
 
 
 def write_card(report: ConversionReport, source: str, folder: Path, verified: VerificationReport | None = None) -> Path:
-    """Write README.md and return its path. It keeps the original card's metadata, and ends with the original's text.
+    """Write README.md of a conversion and return its path.
 
     source    the source of the conversion, as the user named it
     folder    the new files: `report.destination`, or the place where they are made
     verified  what `verify_checkpoint(destination, source)` found, if it ran
     """
-    import yaml
-
-    card, before = folder / "README.md", report.source / "README.md"
-    original = _original(text_of_card(before) or "")
-    data = original.data.to_dict()
-    data.pop("model-index", None)  # results of the original, which the Hub would show as this model's
-    if data.get("base_model_relation") != "quantized":
-        data.pop("base_model", None)  # of which the original was trained, not what this was made from
-    data["base_model_relation"] = "quantized"
-    if "language" in data:
-        data["language"] = _languages(data["language"])
-    tags = data.get("tags") or []
-    tags = [tag for tag in (tags if isinstance(tags, list) else [tags]) if isinstance(tag, str)]
-    data["tags"] = [*dict.fromkeys([*tags, "nvfp4", "moe"])]
-    if HUB_NAME.fullmatch(source) and not Path(source).exists():
-        data["base_model"] = source
     carried = "{} NVFP4 matrices of the original, the same codes and block scales"
     rows = {
         "experts": f"{report.quantized} matrices in NVFP4, recipe `{report.recipe}`" if report.quantized else
@@ -92,13 +76,43 @@ def write_card(report: ConversionReport, source: str, folder: Path, verified: Ve
         "activations": ACTIVATIONS.get(report.activations, report.activations),
         "size": f"{readable_size(report.bytes_after)}, of {readable_size(report.bytes_before)}",
     } | {f"not quantized: `{name}`": why for name, why in report.skipped.items()}
+    what = "experts and linears" if "linears" in rows else "experts"
+    return write_rows(folder, report.destination.name, report.source, source, what, rows, _errors(verified))
+
+
+def write_rows(
+    folder: Path, name: str, files: Path, source: str, what: str, rows: dict[str, str], errors: str = ""
+) -> Path:
+    """Write README.md and return its path. It keeps the metadata of the source's card, and ends with that one's text.
+
+    folder  the new files; `name` is what their folder is called when they are done
+    files   the source's; `source` is what the user named them
+    what    what is 4-bit: "experts", or "experts and linears"
+    rows    the card's table
+    errors  what is known of the error of the weights (default: how to measure it)
+    """
+    import yaml
+
+    card = folder / "README.md"
+    original = _original(text_of_card(files / "README.md") or "")
+    data = original.data.to_dict()
+    data.pop("model-index", None)  # results of the original, which the Hub would show as this model's
+    if data.get("base_model_relation") != "quantized":
+        data.pop("base_model", None)  # of which the original was trained, not what this was made from
+    data["base_model_relation"] = "quantized"
+    if "language" in data:
+        data["language"] = _languages(data["language"])
+    tags = data.get("tags") or []
+    tags = [tag for tag in (tags if isinstance(tags, list) else [tags]) if isinstance(tag, str)]
+    data["tags"] = [*dict.fromkeys([*tags, "nvfp4", "moe"])]
+    if HUB_NAME.fullmatch(source) and not Path(source).exists():
+        data["base_model"] = source
     text = CARD.format(
-        loader=_loader(folder),
-        name=report.destination.name, source=Path(os.path.abspath(source)).name if Path(source).exists() else source,
-        what="experts and linears" if "linears" in rows else "experts", version=__version__,
+        loader=_loader(folder), name=name, what=what, version=__version__,
+        errors=errors or f"`moe-nvfp4 verify {name} --against ORIGINAL` measures it, layer by layer.",
+        source=Path(os.path.abspath(source)).name if Path(source).exists() else source,
         rows="\n".join(f"| {what} | {value} |" for what, value in rows.items()),
         cautions="".join(f"\n{line}.\n" for line in misread_by(folder)),
-        errors=_errors(report.destination.name, verified),
     )  # fmt: skip
     if original.text.strip():
         text += f"\n---\n\nThe card of the original model:\n\n{original.text.strip()}\n"
@@ -154,9 +168,9 @@ def _original(text: str) -> ModelCard:
         return ModelCard(f"---\n{{}}\n---\n```\n{text}\n```\n")
 
 
-def _errors(name: str, verified: VerificationReport | None) -> str:
+def _errors(verified: VerificationReport | None) -> str:
     if verified is None or not verified.layers:
-        return f"`moe-nvfp4 verify {name} --against ORIGINAL` measures it, layer by layer."
+        return ""
     lines = ["| layer | relative error | SNR (dB) |", "|---|--:|--:|"]
     lines += [
         f"| `{layer}` | {sums.relative:.4f} | {readable_snr(sums, 1)} |" for layer, sums in verified.layers.items()

@@ -21,6 +21,7 @@ from moe_nvfp4.integrations.huggingface.calibration import importance_for_load
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_for_dense, resolve
 from moe_nvfp4.integrations.huggingface.consistent import leave_bad_scales, name_dense, say_scales, unname_dense
 from moe_nvfp4.integrations.huggingface.converters import Conversions, choose_linears, names_for_saving
+from moe_nvfp4.integrations.huggingface.dense import make_dense
 from moe_nvfp4.integrations.huggingface.experts import (
     PACKED,
     HFExperts,
@@ -28,8 +29,6 @@ from moe_nvfp4.integrations.huggingface.experts import (
     experts_modules,
     find_experts,
     refuse_assigned,
-    refuse_changed,
-    refuse_elsewhere,
     refuse_tied,
     set_implementation,
     take_over,
@@ -74,7 +73,6 @@ from moe_nvfp4.integrations.huggingface.unwritten import (
     where_to_quantize,
 )
 from moe_nvfp4.linear import NVFP4Linear
-from moe_nvfp4.prepared import check_plain
 from moe_nvfp4.quantize.dialects import DIALECTS
 from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance
@@ -556,31 +554,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
             model._weight_conversions = kept
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        dtype = dtype or model.dtype
-        modules = model.named_modules(remove_duplicate=False)
-        found: dict[str, Any] = {name: m for name, m in modules if isinstance(m, PACKED)}
-        for name, module in found.items():
-            if name.endswith(".base_layer"):
-                raise ValueError(
-                    f"{name.partition('.base_layer')[0]} has adapters, which PEFT made for 4-bit weights: save them "
-                    "(save_pretrained), take them off (unload() of the PeftModel, or load the model anew), dequantize, "
-                    "and load them onto the dense model (PeftModel.from_pretrained). The model is as it was"
-                )
-            check_plain(module, name)
-            for p in module.parameters():
-                refuse_elsewhere(p, "dequantized")
-            refuse_changed(name, module)
-        dense: dict[int, nn.Module] = {}  # layers may share a module
-        while found:
-            name, module = found.popitem()
-            if getattr(module, "implementation", None):
-                module.config._experts_implementation_internal = module.implementation
-            if id(module) not in dense:
-                made = module.to_dense(dtype) if isinstance(module, HFExperts) else to_linear(module, dtype)
-                for part in made.modules():  # else `post_init`, of a model around this one say, makes random weights
-                    part._is_hf_initialized = True  # type: ignore[assignment]
-                dense[id(module)] = made
-            model.set_submodule(name, dense[id(module)])
+        make_dense(model, dtype or model.dtype)
         model._weight_conversions = self.conversions.for_dense()
         return model
 

@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
         commands, "calibrate", run, "add static activation scales",
         "Load MODEL with 4-bit experts, run a text through it and write DST: the same weights, plus an input_scale "
         "for every expert and every 4-bit linear. W4A4 then needs no scale per token. Other files "
-        "but the model card are copied. Takes the memory of the 4-bit model.",
+        "are copied, and the model card says what was done. Takes the memory of the 4-bit model.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sub.add_argument("destination", metavar="DST", type=path, help="folder to make; must not exist")
@@ -38,7 +38,8 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from moe_nvfp4.integrations.huggingface import calibrate, set_activations
-    from moe_nvfp4.quantize.card import misread_by
+    from moe_nvfp4.linear import NVFP4Linear
+    from moe_nvfp4.quantize.card import ACTIVATIONS, misread_by, write_rows
     from moe_nvfp4.quantize.convert import copy_files, other_files, surplus_of
     from moe_nvfp4.quantize.files import StagingDir, open_checkpoint
     from moe_nvfp4.quantize.source import model_dtype
@@ -51,18 +52,24 @@ def run(args: argparse.Namespace) -> None:
     files = open_checkpoint(source)
     state = files.state()
     others, left_out = other_files(files)
-    if (card := source / "README.md") in others:
-        others.remove(card)
-        left_out[card.name] = f"it describes {args.model}"
+    others = [file for file in others if file.name != "README.md"]  # the new card has its text
     with StagingDir(args.destination.absolute(), {"the run": os.urandom(8).hex()}) as place:  # never resumed
         model, tokenizer = load(args, "nvfp4", dtype=model_dtype(files), head=False)
         windows = windows_of(args, tokenizer, text, model.config)
         calibrate(model, windows[:, None])
-        if model.hf_quantizer.quantization_config.activations == "bf16":
+        config = model.hf_quantizer.quantization_config
+        if config.activations == "bf16":
             set_activations(model, "nvfp4")
         model.save_pretrained(place.files)
         _keep_config(files.config, place.files / "config.json")
         copy_files(others, source, place.files)
+        what = "experts and linears" if any(isinstance(m, NVFP4Linear) for m in model.modules()) else "experts"
+        kept = model.hf_quantizer.pre_quantized
+        rows = {
+            "weights": "those of the original" if kept else f"quantized from the original, recipe `{config.recipe}`",
+            "activations": f"{ACTIVATIONS[config.activations]}, static scales measured with {windows.numel()} tokens",
+        }
+        write_rows(place.files, args.destination.absolute().name, source, args.model, what, rows)
         surplus = surplus_of(files)
         files.check_state(state)
         place.publish()

@@ -441,6 +441,9 @@ def test_calibrate(folder, tmp_path, capsys):
     text.write_text("abcdefgh ijkl mnop " * 20)
     run("calibrate", folder, tmp_path / "static", "--text", text, "--window", 32, "--windows", 3, "--device", "cpu")
     assert "static scales from 96 tokens" in capsys.readouterr().out
+    card = (tmp_path / "static" / "README.md").read_text()
+    assert "| weights | quantized from the original, recipe `mse` |" in card
+    assert "| activations | NVFP4 (W4A4), static scales measured with 96 tokens |" in card
     found = tensors(tmp_path / "static")
     scales = {k: v.item() for k, v in found.items() if k.endswith("up_proj.input_scale")}
     assert len(scales) == 16 and len(set(scales.values())) == 2, "every expert has its layer's"
@@ -451,8 +454,8 @@ def test_calibrate(folder, tmp_path, capsys):
 
 
 def test_calibrate_keeps_the_rest(tmp_path, folder, capsys):
-    """Its bytes, in the dtype of the files, the files beside the weights, and the config as older programs read it; but
-    not a card of something else."""
+    """Its bytes, in the dtype of the files, the files beside the weights, and the config as older programs read it.
+    The card is a new one, with the text of the old."""
     shutil.copytree(folder, tmp_path / "fp16")
     make(qwen3_moe, torch.float16).save_pretrained(tmp_path / "fp16")
     (tmp_path / "fp16" / "preprocessor_config.json").write_text('{"size": 3}')
@@ -465,14 +468,21 @@ def test_calibrate_keeps_the_rest(tmp_path, folder, capsys):
     text.write_text("abcdefgh ijkl mnop " * 20)
     capsys.readouterr()
     run("calibrate", tmp_path / "4bit", tmp_path / "static", "--text", text, "--window", 32, "--device", "cpu")
-    assert f"left out: README.md: it describes {tmp_path / '4bit'}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "left out" not in said
+    card = (tmp_path / "static" / "README.md").read_text()
+    assert "\n# static\n\n4bit with NVFP4 experts and linears, made by" in card
+    tokens = re.search(r"static scales from (\d+) tokens", said)[1]
+    assert f"| activations | NVFP4 (W4A4), static scales measured with {tokens} tokens |" in card
+    assert "| weights | those of the original |" in card
+    assert card.count("# 4bit\n") == 1, "the text of the card before"
     before, after = tensors(tmp_path / "4bit"), tensors(tmp_path / "static")
     assert all("input_scale" in name for name in after.keys() - before.keys())
     for name, tensor in before.items():
         assert (tensor.dtype, as_bytes(tensor)) == (after[name].dtype, as_bytes(after[name])), name
-    names = {path.name for path in (tmp_path / "4bit").iterdir()} - {"README.md"}
+    names = {path.name for path in (tmp_path / "4bit").iterdir()}
     assert {path.name for path in (tmp_path / "static").iterdir()} == names
-    for name in names - {"config.json", "model.safetensors"}:
+    for name in names - {"config.json", "model.safetensors", "README.md"}:
         assert (tmp_path / "4bit" / name).read_bytes() == (tmp_path / "static" / name).read_bytes()
     now = json.loads((tmp_path / "static" / "config.json").read_text())
     assert now.pop("quantization_config")["quant_algo"] == "NVFP4" and config.pop("quantization_config")
