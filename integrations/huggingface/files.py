@@ -25,6 +25,7 @@ from moe_nvfp4.quantize.files import (
     without_identity_experts,
 )
 from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
+from moe_nvfp4.quantize.layouts.base import Given
 from moe_nvfp4.quantize.model import ModelTensors
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_mtp, is_scale
 from moe_nvfp4.quantize.options import Options
@@ -142,7 +143,11 @@ def read_layout(
             unread = layout is ExpertLayout.DENSE and pattern is None and target not in names.state
             found.experts[owner] = ExpertLayout.SINGLE if unread and one_by_one else layout
     _refuse_scales(files.left, names)
-    names.check(files.given(), quantizing)
+    given = files.given()
+    for owner in (name for name, layout in found.experts.items() if layout is ExpertLayout.PARAMETERS):
+        for inner, _ in model.get_submodule(owner).named_children():  # DBRX's dense weights, for which ours stand
+            given |= {n: Given("NVFP4", None, "") for n in names.state if n.startswith(f"{owner}.{inner}.")}
+    names.check(given, quantizing)
     return found
 
 

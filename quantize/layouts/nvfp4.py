@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from moe_nvfp4.format import dequantize
-from moe_nvfp4.quantize.dialects import Dialect
+from moe_nvfp4.quantize.dialects import DIALECTS, Dialect
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, expert_counts
 from moe_nvfp4.quantize.layouts.base import STACKED, ExpertLayout, Given, Matrix, check_experts, need, parts_of_expert
 from moe_nvfp4.quantize.layouts.fp8 import fp8_block, fp8_scale
@@ -230,11 +230,19 @@ class NVFP4Files:
 
     def of_experts(self, last: str) -> list[str]:
         """The names of the tensors `last` of experts."""
-        return [f"{name}.{last}" for name, lasts in self._of_experts() if last in lasts]
+        return [names[last] for _, names in self._of_experts() if last in names]
 
-    def _of_experts(self) -> Iterator[tuple[str, Collection[str]]]:
-        """(name, last parts of the names of its tensors) of every matrix of experts."""
-        return ((stem, m.tensors) for stem, m in self.matrices.items() if PER_EXPERT.fullmatch(stem))
+    def _of_experts(self) -> Iterator[tuple[str, Mapping[str, str]]]:
+        """(name, its tensors: last part -> name) of every matrix of experts, and of stacks under the parameters' own
+        names, in any dialect's words."""
+        yield from ((stem, m.names) for stem, m in self.matrices.items() if PER_EXPERT.fullmatch(stem))
+        for name in self.parameters:
+            if name.endswith("_proj_sf"):
+                module, _, fused = name.removesuffix("_sf").rpartition(".")
+                stem = f"{module}.{projections(fused)[-1]}"
+                optional = {dialect.input_scale: f"{stem}_input_scale" for dialect in DIALECTS.values()}
+                optional[PRE_QUANT_SCALE] = f"{stem}_{PRE_QUANT_SCALE}"
+                yield stem, {last: own for last, own in optional.items() if own in self.parameters}
 
     def check_optional_scales(self, lasts: Iterable[str]) -> None:
         """ValueError if some experts, but not all, have a tensor of one of these names, an input scale or AWQ's."""

@@ -15,7 +15,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from moe_nvfp4 import cli
-from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
+from moe_nvfp4.integrations.huggingface import (
+    MoeNvfp4Config,
+    calibrate,
+    checkpoint_config,
+    set_activations,
+    swap_experts,
+)
 from moe_nvfp4.integrations.huggingface.calibration import files_importance
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.quantize.convert import convert_checkpoint
@@ -184,6 +190,29 @@ def test_stacked_layout_saves_and_loads(tmp_path):
     assert not any(".experts.0." in k for k in keys)
     assert "model.layers.0.mlp.experts.gate_up_proj_sf" in keys
     same_experts(load(tmp_path / "stacked"), model)
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, gpt_oss, llama4, nemotron_h, dbrx], ids=lambda f: f.__name__)
+def test_stacked_layout_keeps_scales(family, tmp_path):
+    """Static activation scales and AWQ's scales, which transformers would take for tensors that nothing needs."""
+    model = swap_experts(make(family, torch.float32), activations="nvfp4", progress=False)
+    calibrate(model, [IDS], progress=False)
+    with_awq = swap_experts(make(family, torch.float32), progress=False)
+    for experts in (m for m in with_awq.modules() if isinstance(m, HFExperts)):
+        experts.add_pre_quant_scales(torch.float32)
+        for scales in experts.pre_quant_scales:
+            scales.data.uniform_(0.5, 2)
+    for name, saved in (("static", model), ("awq", with_awq)):
+        saved.save_pretrained(tmp_path / name, save_original_format=False)
+        loaded = load(tmp_path / name, torch.float32)
+        assert torch.equal(logits(loaded), logits(saved)), name
+    files, module = tensors(tmp_path / "awq"), next(n for n, m in with_awq.named_modules() if isinstance(m, HFExperts))
+    for lost, message in (("down_proj_pre_quant_scale", "down_proj has no pre_quant_scale, which"), ("down_proj", "lack|gives")):
+        some = {name: t for name, t in files.items() if name != f"{module}.{lost}"}
+        assert len(some) == len(files) - 1
+        save_file(some, tmp_path / "awq/model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path / "awq")
 
 
 def nemotron_3():
