@@ -107,6 +107,10 @@ PRECISIONS = {
     "bf16": "activations stay bf16 (W4A16), not NVFP4 as asked",
     "nvfp4": "activations are quantized to NVFP4 (W4A4), not bf16 as asked",
 }
+ROUNDINGS = {
+    "nvfp4": "activations are rounded to NVFP4 as usual, not by four over six as asked",
+    "nvfp4_four_over_six": "activations are rounded to NVFP4 by four over six, which was not asked",
+}
 
 
 def misreadings(model: nn.Module) -> dict[str, Misreading]:
@@ -208,10 +212,12 @@ def judge(
     known = given > LEAST
     mine = _activations(model)
     other = "bf16" if is_quantized(mine) else "nvfp4"
+    roundings = [name for name in ROUNDINGS if name != mine] if is_quantized(mine) else []
     known_ways = misreadings(model)
     nothing = [name for name, misreading in known_ways.items() if _without_effect(misreading)]
     effective = [name for name in known_ways if name not in nothing]
-    passes = iter(progress(["bf16", f"bf16, {other}", "fp32", PRECISIONS[other], *effective]))
+    of_activations = [PRECISIONS[other], *(ROUNDINGS[name] for name in roundings)]
+    passes = iter(progress(["bf16", f"bf16, {other}", "fp32", *of_activations, *effective]))
     next(passes)
     rounded = log_probabilities(model, asked)
     next(passes)
@@ -239,6 +245,8 @@ def judge(
     next(passes)
     whole = difference > NOISE * noise  # then the errors themselves are compared too
     found = {PRECISIONS[other]: _apart(given, with_other(), known, torch.inf if whole else limit)}
+    for name in roundings:
+        found[next(passes)] = _apart(given, _by_batch(set_activations(model, name), asked), known, limit)
     set_activations(model, mine)
     for name in passes:
         with misread(known_ways[name]):
@@ -247,8 +255,13 @@ def judge(
     if difference > FLOOR:
         best = min(found, key=lambda name: found[name])
         if found[best] < CLEARLY * difference:
-            fits = best
-        elif whole and _alike((given - exact)[known], (torch.cat(changed) - exact)[known]):
+            near = torch.inf
+            if best == PRECISIONS["bf16"]:  # nearer than this folder to any other rounding of NVFP4, too
+                near = 2 * NOISE * _apart(rounded_other, changed, known)
+            elif best in ROUNDINGS.values():  # in bf16, about as near as this folder
+                near = noise / 2
+            fits = best if found[best] <= max(near, FLOOR) else None
+        elif whole and other == "nvfp4" and _alike((given - exact)[known], (torch.cat(changed) - exact)[known]):
             fits = PRECISIONS[other]
     missing = int((~known).sum())
     verdict = Verdict(False, len(known) - missing, missing, noise, difference, found, nothing, fits)

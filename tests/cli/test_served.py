@@ -19,7 +19,8 @@ from transformers.utils.import_utils import is_serve_available
 import moe_nvfp4.integrations.huggingface  # noqa: F401  (reads NVFP4 folders)
 from moe_nvfp4 import demo
 from moe_nvfp4.integrations.endpoint import _check_words, _next_tokens
-from moe_nvfp4.integrations.huggingface.misread import _apart
+from moe_nvfp4.integrations.huggingface import set_activations
+from moe_nvfp4.integrations.huggingface.misread import PRECISIONS, ROUNDINGS, _apart
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
 from tests.cli.commands import mistake, run
@@ -221,6 +222,22 @@ def test_w4a16_where_w4a4_was_asked(separate, capsys):
         run("verify", "--device", "cpu", "--server", url, "--activations", "nvfp4", separate, expect=1)
         last = capsys.readouterr().out.splitlines()[-1]
         assert last == "WRONG: activations stay bf16 (W4A16), not NVFP4 as asked"
+
+
+@pytest.mark.parametrize("mine, other", [("nvfp4", "nvfp4_four_over_six"), ("nvfp4_four_over_six", "nvfp4")])
+def test_another_rounding_of_activations(mine, other, separate, capsys):
+    """It is not called W4A16, which is nearer to both. In bf16, the two are about as far from fp32."""
+    for dtype in (torch.float32, torch.bfloat16):
+        with serving(separate, dtype=dtype) as (server, url):
+            ask = ("--server", url, "--activations", mine, separate)
+            set_activations(server.model, other)
+            found = verdict(capsys, int(dtype == torch.float32), *ask)
+            if dtype == torch.float32:
+                assert found["fits"] == ROUNDINGS[other] and found["misreadings"][ROUNDINGS[other]] < 1e-5
+            else:
+                assert ROUNDINGS[other] in found["undecided"] and PRECISIONS["bf16"] not in found["undecided"]
+            set_activations(server.model, mine)
+            assert verdict(capsys, 0, *ask)["right"]
 
 
 @pytest.mark.slow_after(1)

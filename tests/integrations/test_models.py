@@ -207,7 +207,10 @@ def test_stacked_layout_keeps_scales(family, tmp_path):
         loaded = load(tmp_path / name, torch.float32)
         assert torch.equal(logits(loaded), logits(saved)), name
     files, module = tensors(tmp_path / "awq"), next(n for n, m in with_awq.named_modules() if isinstance(m, HFExperts))
-    for lost, message in (("down_proj_pre_quant_scale", "down_proj has no pre_quant_scale, which"), ("down_proj", "lack|gives")):
+    for lost, message in (
+        ("down_proj_pre_quant_scale", "down_proj has no pre_quant_scale, which"),
+        ("down_proj", "lack|gives"),
+    ):
         some = {name: t for name, t in files.items() if name != f"{module}.{lost}"}
         assert len(some) == len(files) - 1
         save_file(some, tmp_path / "awq/model.safetensors", metadata={"format": "pt"})
