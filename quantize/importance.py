@@ -178,7 +178,8 @@ class Importance:
         found = self.layers.get(name)
         if found is None:
             known = ", ".join(list(self.layers)[:2])
-            raise ValueError(f"{module} has no importance (the file has {known}, ...): {ANOTHER_MODEL}")
+            raise ValueError(f"{module} has no importance, which {known}, ... have: no token reached it (exclude it, "
+                             f"or use another recipe), or {ANOTHER_MODEL}")  # fmt: skip
         if experts not in (None, len(found.rows)):
             raise ValueError(f"{module} has {experts} experts, the importance is of {len(found.rows)}: {ANOTHER_MODEL}")
         return found

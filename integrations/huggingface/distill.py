@@ -304,8 +304,10 @@ class Distillation:
             weight = torch.cat([_hidden(dense).square().mean(dim=-1) for dense, _ in self.walk.states or ()])
             weight = weight.clamp(min=TINY).rsqrt()
             for name, known in left.items():
-                start = sums.quantize(name, *known, self.recipe, self.walk.device)
-                made[name] = learn(calls[name].experts, start, calls[name].rows(wanted, weight), self.walk.device)
+                made[name] = sums.quantize(name, *known, self.recipe, self.walk.device)
+                if (reached := calls[name]).args:  # text does not reach experts of images
+                    rows = reached.rows(wanted, weight)
+                    made[name] = learn(reached.experts, made[name], rows, self.walk.device)
         self.quantized.states = before
         with _stand_in({name: calls[name].of(made[name]) for name in modules}, modules):
             self.quantized.run(i)

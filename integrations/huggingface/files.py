@@ -122,7 +122,8 @@ def read_layout(
     """
     tensors = source.tensors
     dialect = dialect_of_files(tensors) or MODELOPT  # parameters under their own names, which are saved as ModelOpt's
-    files, names = nvfp4.read(source, dialect, input_scales=activations != "bf16"), ModelTensors(model)
+    names = ModelTensors(model)
+    files = nvfp4.read(source, dialect, activations != "bf16", names.experts_module)
     found = CheckpointLayout(dialect)
     found.input_scale, found.pre_quant_scale = map(files.experts_have, (dialect.input_scale, PRE_QUANT_SCALE))
     found.left_out = [] if found.input_scale else files.of_experts(dialect.input_scale)

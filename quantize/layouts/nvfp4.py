@@ -269,10 +269,13 @@ def _check_beside(matrices: Iterable[NVFP4Matrix], left: Iterable[str]) -> None:
             raise ValueError(UNREAD.format(name))
 
 
-def read(source: Checkpoint, dialect: Dialect, input_scales: bool = True) -> NVFP4Files:
+def read(
+    source: Checkpoint, dialect: Dialect, input_scales: bool = True, has: Callable[[str], object] = bool
+) -> NVFP4Files:
     """What the NVFP4 files of `source` hold, from their headers alone.
 
-    input_scales: whether all experts need an input scale if one has it.
+    input_scales  whether all experts need an input scale if one has it
+    has           whether an experts module is a part of what the source's config describes (default: all are)
 
     ValueError, naming the tensor, for a matrix that lacks a part or whose parts do not fit each other, for FP8 weights
     without a scale, for experts that are incomplete or of several shapes, for scales that only some experts have, and
@@ -309,7 +312,10 @@ def read(source: Checkpoint, dialect: Dialect, input_scales: bool = True) -> NVF
     modules = {f"{name.rpartition('.')[0]}." for name in left if name.endswith("_proj_sf")}
     parameters = {n: t for n, t in left.items() if any(n.startswith(module) for module in modules)}
     take(parameters)
-    check_experts({stem: m.shape for stem, m in matrices.items()}, expert_counts(source.config), left)
+    experts = {stem: match["module"] for stem in matrices if (match := PER_EXPERT.fullmatch(stem))}
+    here = {module for module in {*experts.values()} if has(module)}
+    shapes = {stem: matrices[stem].shape for stem, module in experts.items() if module in here}
+    check_experts(shapes, expert_counts(source.config), left)
     for name in left:
         first = f"{name.rpartition('.')[0]}.0.gate_proj"
         if name.endswith(".gate_up_proj_bias") and (first in matrices or f"{first}.weight" in tensors):

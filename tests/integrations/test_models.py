@@ -1,5 +1,6 @@
 """Whole models: swap, quantize while loading, save, load, generate, compile, offload."""
 
+import copy
 import json
 import re
 import shutil
@@ -218,6 +219,20 @@ def test_stacked_layout_keeps_scales(family, tmp_path):
             load(tmp_path / "awq")
 
 
+def test_experts_that_the_model_does_not_have(tmp_path):
+    """The config of Qwen3-Omni's thinker does not say how many experts the talker has."""
+    convert_checkpoint(folder(tmp_path, qwen3_moe), tmp_path / "nvfp4", progress=False)
+    files = tensors(tmp_path / "nvfp4")
+    first = {name: t for name, t in files.items() if ".layers.0.mlp.experts." in name}
+    for more in ({}, {name.replace("experts.0.", "experts.64."): t for name, t in first.items()}):
+        other = {f"talker.{name}": t.clone() for name, t in (first | more).items() if "experts.1." not in name}
+        save_file(files | other, tmp_path / "nvfp4/model.safetensors", metadata={"format": "pt"})
+        same_experts(load(tmp_path / "nvfp4"), swap_experts(load(tmp_path / "bf16"), progress=False))
+    save_file({n: t for n, t in files.items() if ".0.mlp.experts.1." not in n}, tmp_path / "nvfp4/model.safetensors")
+    with pytest.raises(ValueError, match="layers.0.mlp.experts.1.down_proj is missing"):
+        load(tmp_path / "nvfp4")
+
+
 def nemotron_3():
     """Experts on rows of 32, between two linears."""
     return nemotron_h(moe_latent_size=32)
@@ -297,7 +312,15 @@ def test_experts_of_two_modules_in_one_list(tmp_path):
     model.save_pretrained(tmp_path / "dense")
     with pytest.raises(NotImplementedError, match="experts of several modules in one list.*then swap_experts"):
         kind.from_pretrained(tmp_path / "dense", quantization_config=MoeNvfp4Config())
+    text = [torch.randint(0, 96, (4, 32), generator=torch.Generator().manual_seed(0))]
+    with pytest.raises(ValueError, match=r"vision_moe.experts has no importance, .*: no token reached it \(exclude it"):
+        swap_experts(copy.deepcopy(model), recipe="weighted", calibration=text, progress=False)
+    with pytest.warns(UserWarning, match="experts saw fewer than 8 rows"):
+        learned = swap_experts(copy.deepcopy(model), recipe="distill", calibration=text, progress=False)
     swap_experts(model, linears=["attention"], progress=False)
+    layers = (m.model.language_model.layers[1].mlp for m in (learned, model))
+    learned, plain = ([mlp.get_submodule(f"{of}_moe.experts").down_proj for of in ("text", "vision")] for mlp in layers)
+    assert [torch.equal(*pair) for pair in zip(learned, plain, strict=True)] == [False, True]
     model.save_pretrained(tmp_path / "nvfp4")  # under the model's own names
     again = kind.from_pretrained(tmp_path / "nvfp4", dtype=torch.float32).eval()
     assert torch.equal(logits(again), logits(model))
