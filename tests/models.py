@@ -84,11 +84,11 @@ def dbrx():
     return DbrxForCausalLM(config)
 
 
-def llama4():
+def llama4(**sizes):
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
     config = Llama4TextConfig(
-        **SMALL, intermediate_size=48, intermediate_size_mlp=48, num_local_experts=4, num_experts_per_tok=1,
+        **SMALL | sizes, intermediate_size=48, intermediate_size_mlp=48, num_local_experts=4, num_experts_per_tok=1,
         interleave_moe_layer_step=1, attn_temperature_tuning=False,
     )  # fmt: skip
     return Llama4ForCausalLM(config)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from moe_nvfp4.integrations.peft_versions import exchanged  # noqa: E402
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Pair, Share, adapters_of, adapters_of_linears
 from tests.folders import change_config, qwen2_moe
-from tests.models import folder, gpt_oss, load, mixtral, qwen3_moe, tensors
+from tests.models import folder, gpt_oss, llama4, load, mixtral, qwen3_moe, tensors
 
 pytest.importorskip("peft")
 E, H, I, R = 8, 128, 96, 4
@@ -504,6 +504,39 @@ def test_latent_attention(tmp_path):
     found = ask(llm, adapters=[tmp_path / "taken"] * 8)
     llm.llm_engine.engine_core.shutdown()
     same(found, by_transformers(tmp_path / "nvfp4", adapter=tmp_path / "taken"))
+
+
+def test_rows_that_vllm_reorders(tmp_path):
+    """Its loader of Llama 4 reorders those of q and k, and not an adapter's."""
+    pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
+    from peft import LoraConfig, get_peft_model
+
+    from moe_nvfp4.quantize.convert import convert_checkpoint
+    from tests.integrations.test_vllm import by_transformers, same
+    from tests.integrations.vllm_engine import generate
+
+    bf16 = folder(tmp_path, lambda: llama4(head_dim=32, hidden_size=H))
+    convert_checkpoint(bf16, tmp_path / "nvfp4", progress=False)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config = LoraConfig(r=R, target_modules=targets, init_lora_weights=False)
+    get_peft_model(load(bf16, torch.float32), config).save_pretrained(tmp_path / "adapter")
+    more = FEW | {"lora_target_modules": targets}
+    found = generate(tmp_path / "nvfp4", adapters=[tmp_path / "adapter"] * 8, **more)
+    same(found, by_transformers(tmp_path / "nvfp4", adapter=tmp_path / "adapter"))
+
+
+def test_rows_that_vllm_reorders_in_k2_horizon():
+    pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
+    from moe_nvfp4.integrations.vllm.linear_adapters import reorder
+
+    model = torch.nn.Module()
+    model.attn = torch.nn.Module()
+    model.attn.fold_rope_weights = False
+    reorder({"attn.q_proj": 1}, model)
+    model.attn.fold_rope_weights = True
+    reorder({"attn.v_proj": 1, "attn.o_proj": 2}, model)
+    with pytest.raises(NotImplementedError, match=r"changes attn.q_proj, whose rows vLLM's .* reorders"):
+        reorder({"attn.o_proj": 1, "attn.q_proj": 2}, model)
 
 
 @pytest.mark.parametrize("form", ["W4A4", "gpt-oss", "Mixtral"])
