@@ -22,6 +22,12 @@ def language_config(config: Any) -> Any:
     return text if text is config or isinstance(text, dict) else language_config(text)
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """The config of each layer, where transformers has values that differ by layer (Gemma 4, Dots3 Note), and reading
+    them of `config` is an error; else an empty list."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else []
+
+
 def settings(config: Any) -> dict[str, Any]:
     """The settings in a transformers `config` that say what the language model computes, defaults included."""
 

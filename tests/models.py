@@ -47,14 +47,14 @@ def granite():
         **small, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
 
 
-def gemma4():
+def gemma4(global_head_dim=16, **sizes):
     """The experts are beside the layer's MLP: `layers.1.experts`."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     config = Gemma4TextConfig(
-        **SMALL, intermediate_size=48, moe_intermediate_size=48, num_experts=4, top_k_experts=2, enable_moe_block=True,
-        hidden_size_per_layer_input=0, vocab_size_per_layer_input=96, num_kv_shared_layers=0, sliding_window=32,
-        layer_types=["sliding_attention", "full_attention"], global_head_dim=16,
+        **SMALL | sizes, intermediate_size=48, moe_intermediate_size=48, num_experts=4, top_k_experts=2,
+        enable_moe_block=True, hidden_size_per_layer_input=0, vocab_size_per_layer_input=96, num_kv_shared_layers=0,
+        sliding_window=32, layer_types=["sliding_attention", "full_attention"], global_head_dim=global_head_dim,
     )  # fmt: skip
     return Gemma4ForCausalLM(config)
 

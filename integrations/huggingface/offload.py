@@ -15,7 +15,7 @@ from moe_nvfp4.experts import RouterCopy
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.placement import SCRATCH, check_cpu_experts, fewest_on_cpu, no_gpu
 from moe_nvfp4.quantize.report import readable_size
-from moe_nvfp4.quantize.settings import language_config
+from moe_nvfp4.quantize.settings import language_config, layer_configs
 
 CONTEXT = 8192  # tokens of the KV cache that "auto" leaves room for
 SHARED = ("shared_experts", "shared_expert", "shared_mlp")  # the names that blocks have for their shared experts
@@ -86,16 +86,24 @@ def describe_placement(model: nn.Module) -> str:
 def cache_bytes(model: nn.Module, context: int) -> int:
     """Bytes of transformers' KV cache of `context` tokens. The small states of linear attention are not counted."""
     config = language_config(model.config)
-    if latent := getattr(config, "kv_lora_rank", None):  # it is cached, and expanded to heads a layer at a time
-        width = latent + config.qk_rope_head_dim + (getattr(config, "index_head_dim", None) or 0)
-    else:
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     layers = DynamicCache(config=config).layers or [DynamicLayer()] * config.num_hidden_layers
-    tokens = sum(
-        min(context, getattr(layer, "sliding_window", context)) for layer in layers if isinstance(layer, DynamicLayer)
+    configs = layer_configs(config) or [config] * len(
+        layers
+    )  # layers that share another's cache are last, and have none
+    numbers = sum(
+        min(context, getattr(layer, "sliding_window", context)) * _width(own)
+        for layer, own in zip(layers, configs, strict=False)
+        if isinstance(layer, DynamicLayer)
     )
-    return int(tokens * width * next(model.parameters()).element_size())
+    return int(numbers * next(model.parameters()).element_size())
+
+
+def _width(config: Any) -> int:
+    """How many numbers a layer caches for each token."""
+    if latent := getattr(config, "kv_lora_rank", None):  # it is cached, and expanded to heads a layer at a time
+        return int(latent + config.qk_rope_head_dim + (getattr(config, "index_head_dim", None) or 0))
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads))
 
 
 def _fewest(model: nn.Module, experts: list[HFExperts], context: int, memory: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.integrations.huggingface import finegrained
 from moe_nvfp4.integrations.huggingface.graphs import decode_by_graphs
 from moe_nvfp4.quantize.files import TOP_K
+from moe_nvfp4.quantize.settings import layer_configs
 from moe_nvfp4.router import in_one_launch
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -42,8 +44,8 @@ def experts_per_token(config: Any) -> set[int]:
     found: set[int] = set()
     if config is None:
         return found
-    for name in TOP_K:
-        value = getattr(config, name, None)
+    for name, layer in product(TOP_K, layer_configs(config) or [config]):
+        value = getattr(layer, name, None)
         found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int) and v > 0)
     for part in getattr(config, "sub_configs", {}):
         found |= experts_per_token(getattr(config, part, None))

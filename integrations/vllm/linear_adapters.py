@@ -50,7 +50,7 @@ def check_adapters() -> None:
             if self.is_ours:
                 parts = {part for fused in self.packed_modules.values() for part in fused}
                 rename(lora_model.loras, self.model, self.modules, parts)
-                reorder(lora_model.loras, self.model)
+                as_loaded(lora_model.loras, self.model)
             super()._create_merged_loras_inplace(lora_model)
             names = [name for name, module in self.modules.items() if id(module.base_layer) not in self.absorbed]
             used = {id(self._get_lora_layer_weights(lora_model, name)) for name in names}
@@ -103,26 +103,29 @@ def rename(
                 break
 
 
-def reorder(adapters: Mapping[str, Any], model: torch.nn.Module) -> None:
-    """Put the rows of `adapters` of linears in the order in which vLLM's model has the linears': its loader of Llama 4
-    puts those of q and k that are rotated together next to each other, and leaves adapters as they are.
+def as_loaded(adapters: dict[str, Any], model: torch.nn.Module) -> None:
+    """Do to the `adapters` of linears what vLLM's loaders do to the rows of the linears, and not to adapters: of Llama
+    4's q and k, those that are rotated together become neighbours; where values are keys (Gemma 4), k is v, too.
 
-    NotImplementedError for K2-Horizon's, whose dense q and k its loader reorders, too.
+    NotImplementedError for K2-Horizon's dense q and k, whose rows have another order, too.
     """
-    for name in adapters:
+    for name, adapter in list(adapters.items()):
         parent, _, last = name.rpartition(".")
         if last in ("q_proj", "k_proj") and getattr(_module(model, parent), "fold_rope_weights", False):
             raise NotImplementedError(
                 f"this LoRA adapter changes {name}, whose rows vLLM's {type(model).__name__} reorders, and not the "
                 "adapter's: train without it (PEFT's exclude_modules), or serve with transformers (PEFT)"
             )
-    for prefix, owner in model.named_modules():
-        permute = getattr(owner, "permute_qk_weight_for_rotary", None)
-        for name in adapters if permute is not None else ():
-            if name.startswith(f"{prefix}." if prefix else ""):
-                rows = adapters[name].lora_b
-                order = permute(f"{name}.weight", torch.arange(len(rows))[:, None])[1][:, 0]
-                adapters[name].lora_b = rows[order.to(rows.device)]
+        for prefix, owner in model.named_modules():
+            if not name.startswith(f"{prefix}." if prefix else ""):
+                continue
+            if permute := getattr(owner, "permute_qk_weight_for_rotary", None):
+                order = permute(f"{name}.weight", torch.arange(len(adapter.lora_b))[:, None])[1][:, 0]
+                adapter.lora_b = adapter.lora_b[order.to(adapter.lora_b.device)]
+            mapper = getattr(owner, "hf_to_vllm_mapper", None)
+            for theirs, (_, shards) in getattr(mapper, "orig_to_new_stacked", {}).items():
+                if isinstance(shards, list) and f".{theirs}" in f".{name}.":
+                    adapters |= {f"{parent}.{shard}_proj": adapter for shard in shards}
 
 
 def absorbed(model: torch.nn.Module) -> set[int]:

@@ -74,7 +74,9 @@ def test_experts_per_token():
     """Those of the text model inside of another, and of layers that differ."""
     vision = transformers.Qwen3VLMoeConfig(text_config={"num_experts_per_tok": 3})
     layers = transformers.PretrainedConfig(num_experts_per_tok=[2, 4, 0, 4])
-    assert [experts_per_token(config) for config in (vision, layers, None)] == [{3}, {2, 4}, set()]
+    own = transformers.Qwen3MoeConfig(num_hidden_layers=2, num_experts_per_tok=2)
+    own.per_layer_config = {1: {"num_experts_per_tok": 3}}  # reading it of the whole config is an error then
+    assert [experts_per_token(config) for config in (vision, layers, own, None)] == [{3}, {2, 4}, {2, 3}, set()]
 
 
 def test_what_a_model_of_transformers_is_prepared_for(monkeypatch):

@@ -34,6 +34,7 @@ from tests.models import (
     aria,
     deepseek,
     folder,
+    gemma4,
     gpt_oss,
     granite,
     llama4,
@@ -84,10 +85,13 @@ def attention_beside_experts():
 
 
 @pytest.mark.parametrize(
-    "family", [qwen3_moe, deepseek, granite, attention_beside_experts, partial(gpt_oss, sliding_window=32)]
-)
+    "family",
+    [qwen3_moe, deepseek, granite, attention_beside_experts, partial(gpt_oss, sliding_window=32),
+     partial(gemma4, head_dim=32, global_head_dim=64, num_global_key_value_heads=1)],
+)  # fmt: skip
 def test_the_room_for_the_cache_is_what_a_cache_takes(family):
-    """Latent vectors rather than heads, no more than a window, and attention layers only."""
+    """Latent vectors rather than heads, no more than a window, attention layers only, and heads that differ by
+    layer."""
     model, tokens = make(family), 100
     with torch.no_grad():
         cache = model(torch.ones(1, tokens, dtype=torch.long), use_cache=True).past_key_values

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from moe_nvfp4.integrations.peft_versions import exchanged  # noqa: E402
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter, Pair, Share, adapters_of, adapters_of_linears
 from tests.folders import change_config, qwen2_moe
-from tests.models import folder, gpt_oss, llama4, load, mixtral, qwen3_moe, tensors
+from tests.models import folder, gemma4, gpt_oss, llama4, load, mixtral, qwen3_moe, tensors
 
 pytest.importorskip("peft")
 E, H, I, R = 8, 128, 96, 4
@@ -506,8 +506,10 @@ def test_latent_attention(tmp_path):
     same(found, by_transformers(tmp_path / "nvfp4", adapter=tmp_path / "taken"))
 
 
-def test_rows_that_vllm_reorders(tmp_path):
-    """Its loader of Llama 4 reorders those of q and k, and not an adapter's."""
+@pytest.mark.parametrize("family", [llama4, gemma4], ids=lambda f: f.__name__)
+def test_rows_that_vllm_loads_in_another_way(family, tmp_path):
+    """Its loader of Llama 4 reorders those of q and k, and Gemma 4's full attention takes k for v, too; it leaves an
+    adapter as it is."""
     pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
     from peft import LoraConfig, get_peft_model
 
@@ -515,28 +517,29 @@ def test_rows_that_vllm_reorders(tmp_path):
     from tests.integrations.test_vllm import by_transformers, same
     from tests.integrations.vllm_engine import generate
 
-    bf16 = folder(tmp_path, lambda: llama4(head_dim=32, hidden_size=H))
+    one_for_both = dict(attention_k_eq_v=True, global_head_dim=64, num_global_key_value_heads=1)
+    more = one_for_both if family is gemma4 else {}
+    bf16 = folder(tmp_path, lambda: family(head_dim=32, hidden_size=H, **more))
     convert_checkpoint(bf16, tmp_path / "nvfp4", progress=False)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     config = LoraConfig(r=R, target_modules=targets, init_lora_weights=False)
     get_peft_model(load(bf16, torch.float32), config).save_pretrained(tmp_path / "adapter")
-    more = FEW | {"lora_target_modules": targets}
-    found = generate(tmp_path / "nvfp4", adapters=[tmp_path / "adapter"] * 8, **more)
+    found = generate(tmp_path / "nvfp4", adapters=[tmp_path / "adapter"] * 8, **FEW | {"lora_target_modules": targets})
     same(found, by_transformers(tmp_path / "nvfp4", adapter=tmp_path / "adapter"))
 
 
 def test_rows_that_vllm_reorders_in_k2_horizon():
     pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
-    from moe_nvfp4.integrations.vllm.linear_adapters import reorder
+    from moe_nvfp4.integrations.vllm.linear_adapters import as_loaded
 
     model = torch.nn.Module()
     model.attn = torch.nn.Module()
     model.attn.fold_rope_weights = False
-    reorder({"attn.q_proj": 1}, model)
+    as_loaded({"attn.q_proj": 1}, model)
     model.attn.fold_rope_weights = True
-    reorder({"attn.v_proj": 1, "attn.o_proj": 2}, model)
+    as_loaded({"attn.v_proj": 1, "attn.o_proj": 2}, model)
     with pytest.raises(NotImplementedError, match=r"changes attn.q_proj, whose rows vLLM's .* reorders"):
-        reorder({"attn.o_proj": 1, "attn.q_proj": 2}, model)
+        as_loaded({"attn.o_proj": 1, "attn.q_proj": 2}, model)
 
 
 @pytest.mark.parametrize("form", ["W4A4", "gpt-oss", "Mixtral"])
