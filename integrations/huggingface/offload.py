@@ -87,9 +87,7 @@ def cache_bytes(model: nn.Module, context: int) -> int:
     """Bytes of transformers' KV cache of `context` tokens. The small states of linear attention are not counted."""
     config = language_config(model.config)
     layers = DynamicCache(config=config).layers or [DynamicLayer()] * config.num_hidden_layers
-    configs = layer_configs(config) or [config] * len(
-        layers
-    )  # layers that share another's cache are last, and have none
+    configs = layer_configs(config) or [config] * len(layers)  # the last may share another layer's cache
     numbers = sum(
         min(context, getattr(layer, "sliding_window", context)) * _width(own)
         for layer, own in zip(layers, configs, strict=False)

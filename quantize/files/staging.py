@@ -34,7 +34,11 @@ def new_file(destination: Path) -> Iterator[Path]:
     fd = lock(busy, destination)
     try:
         part.unlink(missing_ok=True)  # of a run that was killed; and a link would be followed
+        part.touch()
+        mode = part.stat().st_mode  # by the umask, which safetensors does not go by
+        part.unlink()
         yield part
+        part.chmod(mode)
         try:
             os.link(part, destination)
         except OSError:
@@ -143,12 +147,15 @@ class StagingDir:
 
         names: the files that belong there, relative to it (default: all). Others, of an earlier run, are removed.
         """
+        mode = (self.folder / "journal.jsonl").stat().st_mode  # by the umask, which safetensors does not go by
         found = sorted(self.files.rglob("*"), reverse=True)  # a folder after what is in it
         for path in found:
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
             elif path.is_file() and names is not None and path.relative_to(self.files).as_posix() not in names:
                 path.unlink()
+            elif path.suffix == ".safetensors":
+                path.chmod(mode)
         if self.destination.exists():
             raise ValueError(f"{self.destination} was made by someone else meanwhile: the result is in {self.files}")
         os.replace(self.files, self.destination)

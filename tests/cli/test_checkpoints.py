@@ -453,6 +453,12 @@ def test_calibrate(folder, tmp_path, capsys):
     assert "exists: name a folder that does not" in capsys.readouterr().err
 
 
+def umask():
+    now = os.umask(0)
+    os.umask(now)
+    return now
+
+
 def test_calibrate_keeps_the_rest(tmp_path, folder, capsys):
     """Its bytes, in the dtype of the files, the files beside the weights, and the config as older programs read it.
     The card is a new one, with the text of the old."""
@@ -478,6 +484,8 @@ def test_calibrate_keeps_the_rest(tmp_path, folder, capsys):
     assert card.count("# 4bit\n") == 1, "the text of the card before"
     before, after = tensors(tmp_path / "4bit"), tensors(tmp_path / "static")
     assert all("input_scale" in name for name in after.keys() - before.keys())
+    kept = {path.stat().st_mode & 0o777 for path in (tmp_path / "static").iterdir()}
+    assert kept == {0o666 & ~umask()}, "safetensors writes files that only their owner reads"
     for name, tensor in before.items():
         assert (tensor.dtype, as_bytes(tensor)) == (after[name].dtype, as_bytes(after[name])), name
     names = {path.name for path in (tmp_path / "4bit").iterdir()}

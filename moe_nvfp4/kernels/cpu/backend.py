@@ -439,7 +439,8 @@ def missing() -> str | None:
         _library(path())
         return None
     except (OSError, subprocess.SubprocessError) as error:
-        if isinstance(error, OSError) and str(cache_folder()) in str(error):
+        at, folder = Path(getattr(error, "filename", None) or "."), cache_folder()
+        if isinstance(error, OSError) and (str(folder) in str(error) or at in folder.absolute().parents):
             return f"cannot be compiled ({error}): set MOE_NVFP4_CACHE to a folder that you can write to"
         if NO_SPACE in (why := _why(error)):
             return f"cannot be compiled ({why}): free some in {cache_folder()}, or set MOE_NVFP4_CACHE"
