@@ -102,7 +102,8 @@ def _other_settings(checkpoint: Checkpoint, source: Checkpoint) -> Iterator[str]
 
 
 def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
-    """Yield a warning if layers are dense and the config's ignore list does not name them."""
+    """Yield a warning if layers are dense and the config's ignore list does not name them, and one if it names layers
+    that are 4-bit."""
     modules = dict.fromkeys(
         re.sub(r"(\bexperts)\..*", r"\1", name.removesuffix(".weight")) for name in files.dense_weights()
         if is_dense_linear(name, files.left[name]) or "experts." in name
@@ -114,6 +115,12 @@ def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
         yield (f"warning: {len(found)} layers are dense and not in the ignore list of config.json: {some}. This "
                "library reads what is there; a server may take them for NVFP4, and fail or misread them: add them to "
                "the list")  # fmt: skip
+    packed = {re.sub(r"(\bexperts)\..*", r"\1", stem): stem for stem in files.matrices}
+    if named := sorted((module for module, stem in packed.items() if info.ignores(stem)), key=by_number):
+        some = ", ".join(named[:3]) + (", ..." if len(named) > 3 else "")
+        yield (f"warning: {len(named)} layers are 4-bit and in the ignore list of config.json: {some}. This library "
+               "reads what is there; a server takes them for dense, and fails or misreads them: take them off the list"
+               )  # fmt: skip
 
 
 def _without_input_scales(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:

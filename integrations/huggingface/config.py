@@ -180,7 +180,8 @@ class MoeNvfp4Config(QuantizationConfigMixin):
 
 
 def resolve(config: Any) -> tuple[MoeNvfp4Config, bool]:
-    """(How to load a folder, whether its files are of another format and become NVFP4 while they load.)
+    """(How to load a folder: a config of this model alone. Whether its files are of another format and become NVFP4
+    while they load.)
 
     config: what transformers has made of the quantization_config of config.json, if there is one, and of the one that
     the user gave. ValueError for what has no effect on files that are NVFP4 already, and the error of what reads a
@@ -196,9 +197,7 @@ def resolve(config: Any) -> tuple[MoeNvfp4Config, bool]:
     for name in ("modules_to_not_convert", "use_optimized_inference"):  # options of other packages' configs
         if getattr(source, name, None):
             raise ValueError(f"{name} has no effect on files that are NVFP4 already: leave it out")
-    if type(source) is MoeNvfp4Config and not converts:
-        return source, False
-    plain = MoeNvfp4Config()  # a copy, or of a subclass that the registry's reader has made
+    plain = MoeNvfp4Config()  # a user may load other models by `source`, which may be of the registry's reader's class
     vars(plain).update(vars(source))
     return plain, converts
 

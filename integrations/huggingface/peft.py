@@ -66,6 +66,10 @@ class MergeableLoraConfig(NVFP4LoraConfig):
 class LoraModel(lora.LoraModel):
     """PEFT's `LoraModel`, which also knows 4-bit layers."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_load_state_dict_post_hook(_refuse_left_out)
+
     def _create_and_replace(self, lora_config: LoraConfig, *args: Any, **kwargs: Any) -> None:
         lora_config._register_custom_module({NVFP4Experts: ParamWrapper, NVFP4Linear: LoraLinear})
         super()._create_and_replace(lora_config, *args, **kwargs)
@@ -221,6 +225,21 @@ def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:
             raise NotImplementedError(
                 f"modules_to_save: {name} has 4-bit weights, which are not trained: give it an adapter instead "
                 "(experts by target_parameters, linears by target_modules), or load it dense"
+            )
+
+
+def _refuse_left_out(model: LoraModel, keys: Any) -> None:
+    """ValueError if files of an adapter have tensors for 4-bit layers to which PEFT has given none by its config: it
+    leaves these out. keys: what `load_state_dict` found, with `unexpected_keys`."""
+    named: dict[str, nn.Module] = dict(model.named_modules())
+    for key in keys.unexpected_keys:
+        name, lora_of, _ = key.partition(".lora_")
+        module = named.get(name.removeprefix("base_model."))
+        if lora_of and isinstance(module, NVFP4Experts | NVFP4Linear):
+            raise ValueError(
+                f"the adapter's files have tensors for {name.removeprefix('base_model.model.')}, which would be left "
+                "out: by adapter_config.json PEFT gives this layer no adapter (it may take a name such as down_proj "
+                "for the experts'). Name it there, or train the adapter again"
             )
 
 

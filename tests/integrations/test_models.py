@@ -38,6 +38,7 @@ from tests.models import (
     SMALL,
     as_bytes,
     dbrx,
+    deepseek,
     folder,
     gpt_oss,
     granite,
@@ -217,6 +218,20 @@ def test_stacked_layout_keeps_scales(family, tmp_path):
         save_file(some, tmp_path / "awq/model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=message):
             load(tmp_path / "awq")
+
+
+def test_one_config_for_several_models(tmp_path):
+    """What the first leaves dense is nothing to the second, and the user's config stays as it was."""
+    config = MoeNvfp4Config(linears=["attention"])
+    before = copy.deepcopy(vars(config))
+    for family in (deepseek, qwen3_moe):
+        source = folder(tmp_path / family.__name__, family)
+        load(source, quantization_config=config).save_pretrained(tmp_path / family.__name__ / "shared")
+        load(source, quantization_config=MoeNvfp4Config(linears=["attention"])).save_pretrained(
+            tmp_path / family.__name__ / "own"
+        )
+        found = [(tmp_path / family.__name__ / name / "config.json").read_text() for name in ("shared", "own")]
+        assert found[0] == found[1] and vars(config) == before
 
 
 def test_experts_that_the_model_does_not_have(tmp_path):

@@ -18,6 +18,7 @@ from peft import (  # noqa: E402
     get_peft_model,
 )  # fmt: skip
 from peft.tuners import lora  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
@@ -180,6 +181,22 @@ def test_all_linears_where_peft_takes_names_for_those_of_experts(tmp_path):
 
 
 # ---- several adapters, merging -------------------------------------------------------------------
+
+
+def test_an_adapter_of_which_peft_would_leave_out_a_part(tmp_path):
+    """For example one of before 2026-11-28, whose tensors for shared experts PEFT has no place for. Tensors for what
+    the model does not have are PEFT's own affair."""
+    swapped = lambda: swap_experts(make(qwen3_moe, torch.float32), linears="all", progress=False)
+    mine = get_peft_model(swapped(), LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+    mine.save_pretrained(tmp_path)
+    files = tensors(tmp_path)
+    more = {name.replace("q_proj", "another"): tensor.clone() for name, tensor in files.items()}
+    save_file(files | more, tmp_path / "adapter_model.safetensors")
+    assert torch.equal(logits(PeftModel.from_pretrained(swapped(), tmp_path)), logits(mine))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["o_proj"]}))
+    with pytest.raises(ValueError, match=r"tensors for model\.layers\.\d\.self_attn\.q_proj, which would be left out"):
+        PeftModel.from_pretrained(swapped(), tmp_path)
 
 
 def test_several_adapters():

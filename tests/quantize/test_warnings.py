@@ -51,6 +51,15 @@ def test_dense_linears_that_the_config_does_not_name(good, tmp_path):
     assert "8 layers are dense and not in the ignore list" in warning and "model.layers.0.self_attn.k_proj" in warning
 
 
+@pytest.mark.parametrize("pattern", [EXPERTS, "model.layers.1.*", r"re:.*layers\.1\.mlp"])
+def test_quantized_experts_that_the_config_calls_dense(pattern, good, tmp_path):
+    config = config_of(good / "nvfp4")
+    config["quantization_config"]["ignore"].append(pattern)
+    path = write(tmp_path / "more", tensors(good / "nvfp4"), config, config["quantization_config"])
+    (warning,) = verify_checkpoint(path).warnings
+    assert f"1 layers are 4-bit and in the ignore list of config.json: {EXPERTS}. " in warning
+
+
 def test_quantized_activations_without_a_scale_for_them(good, tmp_path):
     config, files = config_of(good / "nvfp4"), tensors(good / "nvfp4")
     before = config["quantization_config"]
