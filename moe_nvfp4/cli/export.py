@@ -6,7 +6,7 @@ import argparse
 
 from moe_nvfp4.cli.models import folder
 from moe_nvfp4.cli.options import Commands, check_writable, command, path
-from moe_nvfp4.cli.output import say
+from moe_nvfp4.cli.output import note
 
 
 def add(commands: Commands) -> None:
@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
     report = export_gguf(folder(args.source), args.base, args.destination, args.any_architecture)
     for why in dict.fromkeys(report.left.values()):
         names = [name for name, other in report.left.items() if other == why]
-        say(f"note: {len(names)} other 4-bit matrices of {args.source} are here as the base has them, because {why}: "
+        note(f"note: {len(names)} other 4-bit matrices of {args.source} are here as the base has them, because {why}: "
             f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}")  # fmt: skip
-    say(
+    note(
         f"wrote {args.destination}: {report.matrices} matrices of {report.layers} layers, "
         f"{readable_size(report.before)} -> {readable_size(report.after)}, at most {report.error:.3f} from the base"
     )

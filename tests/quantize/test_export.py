@@ -571,3 +571,6 @@ def test_the_command(made, tmp_path, capsys):
     )
     assert main(["export", str(made / "modelopt"), str(out), "--base", str(made / "Q8_0.gguf")]) == 2
     assert "exists: name a file that does not" in capsys.readouterr().err
+    quiet = tmp_path / "quiet.gguf"
+    assert main(["export", str(made / "modelopt"), str(quiet), "--base", str(made / "Q8_0.gguf"), "--quiet"]) == 0
+    assert quiet.read_bytes() == out.read_bytes() and capsys.readouterr() == ("", "")
