@@ -22,7 +22,7 @@ from typing import Any
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftType
 from peft.tuners import lora
-from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+from peft.tuners.tuners_utils import BaseTunerLayer, _maybe_include_all_linear_layers
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -231,15 +231,19 @@ def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:
 def _refuse_left_out(model: LoraModel, keys: Any) -> None:
     """ValueError if files of an adapter have tensors for 4-bit layers to which PEFT has given none by its config: it
     leaves these out. keys: what `load_state_dict` found, with `unexpected_keys`."""
-    named: dict[str, nn.Module] = dict(model.named_modules())
+    named: dict[str, Any] = dict(model.named_modules()) if keys.unexpected_keys else {}
     for key in keys.unexpected_keys:
-        name, lora_of, _ = key.partition(".lora_")
-        module = named.get(name.removeprefix("base_model."))
-        if lora_of and isinstance(module, NVFP4Experts | NVFP4Linear):
+        name, _, of_adapter = key.removeprefix("base_model.").partition(".lora_")
+        module = named.get(name)
+        base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module  # it has another adapter
+        # PEFT's files name no adapter; a state dict does, and may have some that the model has not: A.second.weight
+        mine = len(parts := of_adapter.split(".")) < 3 or parts[1] in model.peft_config
+        if mine and isinstance(base, NVFP4Experts | NVFP4Linear):
+            layer = name.removeprefix("model.").removesuffix(".base_layer")
             raise ValueError(
-                f"the adapter's files have tensors for {name.removeprefix('base_model.model.')}, which would be left "
-                "out: by adapter_config.json PEFT gives this layer no adapter (it may take a name such as down_proj "
-                "for the experts'). Name it there, or train the adapter again"
+                f"the adapter's files have tensors for {layer}, which would be left out: by adapter_config.json PEFT "
+                "gives this layer no adapter (it may take a name such as down_proj for the experts'). Name it there, "
+                "or train the adapter again"
             )
 
 

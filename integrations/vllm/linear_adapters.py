@@ -109,23 +109,27 @@ def as_loaded(adapters: dict[str, Any], model: torch.nn.Module) -> None:
 
     NotImplementedError for K2-Horizon's dense q and k, whose rows have another order, too.
     """
-    for name, adapter in list(adapters.items()):
-        parent, _, last = name.rpartition(".")
-        if last in ("q_proj", "k_proj") and getattr(_module(model, parent), "fold_rope_weights", False):
-            raise NotImplementedError(
-                f"this LoRA adapter changes {name}, whose rows vLLM's {type(model).__name__} reorders, and not the "
-                "adapter's: train without it (PEFT's exclude_modules), or serve with transformers (PEFT)"
-            )
-        for prefix, owner in model.named_modules():
-            if not name.startswith(f"{prefix}." if prefix else ""):
+    of_attention = [name for name in adapters if name.endswith((".q_proj", ".k_proj"))]  # not warm-up's, of fused ones
+    modules = [*model.named_modules()] if of_attention else []
+    for prefix, owner in ((f"{name}." if name else "", module) for name, module in modules):
+        permute = getattr(owner, "permute_qk_weight_for_rotary", None)
+        stacked = getattr(getattr(owner, "hf_to_vllm_mapper", None), "orig_to_new_stacked", {})
+        several = {theirs: shards for theirs, (_, shards) in stacked.items() if isinstance(shards, list)}
+        folds = getattr(owner, "fold_rope_weights", False)
+        for name in of_attention if permute or several or folds else ():
+            adapter, parent = adapters[name], name.rpartition(".")[0]
+            if not name.startswith(prefix):
                 continue
-            if permute := getattr(owner, "permute_qk_weight_for_rotary", None):
+            if folds:
+                raise NotImplementedError(
+                    f"this LoRA adapter changes {name}, whose rows vLLM's {type(model).__name__} reorders, and not the "
+                    "adapter's: train without it (PEFT's exclude_modules), or serve with transformers (PEFT)"
+                )
+            if permute:
                 order = permute(f"{name}.weight", torch.arange(len(adapter.lora_b))[:, None])[1][:, 0]
                 adapter.lora_b = adapter.lora_b[order.to(adapter.lora_b.device)]
-            mapper = getattr(owner, "hf_to_vllm_mapper", None)
-            for theirs, (_, shards) in getattr(mapper, "orig_to_new_stacked", {}).items():
-                if isinstance(shards, list) and f".{theirs}" in f".{name}.":
-                    adapters |= {f"{parent}.{shard}_proj": adapter for shard in shards}
+            for shards in (shards for theirs, shards in several.items() if f".{theirs}" in f".{name}."):
+                adapters |= {f"{parent}.{shard}_proj": adapter for shard in shards}
 
 
 def absorbed(model: torch.nn.Module) -> set[int]:

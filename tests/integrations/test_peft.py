@@ -197,6 +197,13 @@ def test_an_adapter_of_which_peft_would_leave_out_a_part(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["o_proj"]}))
     with pytest.raises(ValueError, match=r"tensors for model\.layers\.\d\.self_attn\.q_proj, which would be left out"):
         PeftModel.from_pretrained(swapped(), tmp_path)
+    with pytest.raises(ValueError, match="which would be left out"):  # the layers have another adapter
+        mine.load_adapter(tmp_path, "second")
+    mine.add_adapter("third", LoraConfig(target_modules=["q_proj"]))
+    state = mine.state_dict()
+    one = get_peft_model(swapped(), LoraConfig(target_modules=["q_proj", "o_proj"]))
+    found = one.load_state_dict(state, strict=False)  # with adapters that the model has not
+    assert found.unexpected_keys and torch.equal(logits(one), logits(mine))
 
 
 def test_several_adapters():

@@ -515,7 +515,7 @@ def test_rows_that_vllm_loads_in_another_way(family, tmp_path):
 
     from moe_nvfp4.quantize.convert import convert_checkpoint
     from tests.integrations.test_vllm import by_transformers, same
-    from tests.integrations.vllm_engine import generate
+    from tests.integrations.vllm_engine import ask, engine
 
     one_for_both = dict(attention_k_eq_v=True, global_head_dim=64, num_global_key_value_heads=1)
     more = one_for_both if family is gemma4 else {}
@@ -524,7 +524,12 @@ def test_rows_that_vllm_loads_in_another_way(family, tmp_path):
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     config = LoraConfig(r=R, target_modules=targets, init_lora_weights=False)
     get_peft_model(load(bf16, torch.float32), config).save_pretrained(tmp_path / "adapter")
-    found = generate(tmp_path / "nvfp4", adapters=[tmp_path / "adapter"] * 8, **FEW | {"lora_target_modules": targets})
+    llm = engine(tmp_path / "nvfp4", **FEW | {"lora_target_modules": targets})
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    with runner.maybe_setup_dummy_loras(runner.lora_config):  # as before a warm-up on a GPU
+        pass
+    found = ask(llm, adapters=[tmp_path / "adapter"] * 8)
+    llm.llm_engine.engine_core.shutdown()
     same(found, by_transformers(tmp_path / "nvfp4", adapter=tmp_path / "adapter"))
 
 
