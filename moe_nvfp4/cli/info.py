@@ -7,7 +7,16 @@ import re
 from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from moe_nvfp4.cli.models import check_whole, empty_model, form_of, model_config, quantization_of, resolve, weights_of
+from moe_nvfp4.cli.models import (
+    bf16_bytes,
+    check_whole,
+    empty_model,
+    form_of,
+    model_config,
+    quantization_of,
+    resolve,
+    weights_of,
+)
 from moe_nvfp4.cli.options import MODEL_HELP, Commands, add_exclude, add_json, command
 from moe_nvfp4.cli.output import say, show_json, table
 
@@ -57,7 +66,8 @@ def run(args: argparse.Namespace) -> None:
             skipped.append((name, why))
         else:
             experts[name] = _row(module, layout, chosen.activations)
-    total = 2 * sum(p.numel() for p in model.parameters())
+    unused = (p[layout.num_experts :] for m, layout in modules.values() for p in m.parameters(recurse=False))
+    total = 2 * (sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in unused))  # see `bf16_bytes`
     dense, packed = (sum(getattr(row, key) for row in experts.values()) for key in ("bytes_bf16", "bytes_nvfp4"))
     linears = [model.get_submodule(name).weight.shape for name, of in found.linears.items() if of.kind == "nvfp4"]
     of_linears = sum(2 * N * K for N, K in linears), sum(N * K // 2 + N * -(-K // 16) + 4 for N, K in linears)
@@ -157,11 +167,10 @@ def _row(module: Any, layout: ModuleLayout, activations: str) -> _Row:
     from moe_nvfp4.integrations.huggingface.experts import HFExperts
 
     experts = HFExperts(module, layout, activations, device="meta")
-    before = 2 * sum(p.numel() for p in module.parameters())
     after = sum(p.numel() * p.element_size() for p in experts.parameters())
     gate = "own gate, unfused" if experts.gate.kind == "raw" else experts.gate.kind
     sizes = layout.num_experts, layout.hidden_size, layout.intermediate_size
-    return _Row(type(module).__name__, *sizes, gate, before, after)
+    return _Row(type(module).__name__, *sizes, gate, bf16_bytes(experts), after)
 
 
 def grouped(rows: Iterable[tuple[str, T]]) -> Iterable[tuple[str, T]]:

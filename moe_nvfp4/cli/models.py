@@ -329,13 +329,18 @@ def expert_bytes(model: Any) -> tuple[int, int]:
     before = after = 0
     for module in model.modules():
         if isinstance(module, HFExperts):
-            layout = module.layout
-            rows = layout.intermediate_size * (3 if layout.gated else 2)
-            before += 2 * layout.num_experts * rows * layout.hidden_size
-            own = module.named_parameters(recurse=False)
-            before += sum(2 * p.numel() for name, p in own if name.endswith("_bias"))
+            before += bf16_bytes(module)
             after += sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)) + module.mapped_bytes
     return before, after
+
+
+def bf16_bytes(experts: Any) -> int:
+    """Bytes of the weights and biases of `HFExperts` in bf16, as files have them: LongCat's dense module has rows more
+    that nothing uses, of experts without weights."""
+    layout = experts.layout
+    biases = sum(p.numel() for name, p in experts.named_parameters(recurse=False) if name.endswith("_bias"))
+    rows = layout.intermediate_size * (3 if layout.gated else 2)
+    return int(2 * (layout.num_experts * rows * layout.hidden_size + biases))
 
 
 def text_of(args: argparse.Namespace) -> str:

@@ -225,12 +225,11 @@ def test_one_config_for_several_models(tmp_path):
     config = MoeNvfp4Config(linears=["attention"])
     before = copy.deepcopy(vars(config))
     for family in (deepseek, qwen3_moe):
-        source = folder(tmp_path / family.__name__, family)
-        load(source, quantization_config=config).save_pretrained(tmp_path / family.__name__ / "shared")
-        load(source, quantization_config=MoeNvfp4Config(linears=["attention"])).save_pretrained(
-            tmp_path / family.__name__ / "own"
-        )
-        found = [(tmp_path / family.__name__ / name / "config.json").read_text() for name in ("shared", "own")]
+        kind, path = type(family()), tmp_path / family.__name__  # AutoModel copies what it is given
+        source, found = folder(path, family), []
+        for name, by in (("shared", config), ("own", MoeNvfp4Config(linears=["attention"]))):
+            kind.from_pretrained(source, quantization_config=by).save_pretrained(path / name)
+            found.append((path / name / "config.json").read_text())
         assert found[0] == found[1] and vars(config) == before
 
 
@@ -266,9 +265,13 @@ def longcat():
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", [nemotron_3, longcat], ids=lambda f: f.__name__)
-def test_other_rows_and_other_experts(family, tmp_path):
-    """Quantized while loading and in memory, saved, loaded: the logits are those of the dequantized weights."""
+def test_other_rows_and_other_experts(family, tmp_path, capsys):
+    """Quantized while loading and in memory, saved, loaded: the logits are those of the dequantized weights. `info`
+    counts the experts' bytes."""
     source = folder(tmp_path, family)
+    assert cli.main(["info", str(source), "--json"]) == 0
+    of_experts = [t for name, t in tensors(source).items() if re.search(r"experts\.[0-3]\.", name)]
+    assert json.loads(capsys.readouterr().out)["bytes"]["experts_bf16"] == sum(t.nbytes for t in of_experts)
     model = load(source, torch.float32, quantization_config=MoeNvfp4Config())
     found = logits(model)
     assert torch.equal(logits(swap_experts(load(source, torch.float32), progress=False)), found)

@@ -483,7 +483,7 @@ def test_without_a_compiler_the_reference_takes_over(tmp_path):
     warnings = [line for line in done.stderr.splitlines() if "Warning" in line]
     assert len(warnings) == 1 and "no-such-compiler" in warnings[0] and "install a C compiler" in warnings[0]
     (tmp_path / "file").touch()  # a missing cache folder must not be reported as a missing compiler
-    for folder in (tmp_path / "file", tmp_path / "file" / "of" / "a home"):
+    for folder in (tmp_path / "file", Path("/proc/none/of/these")):  # the latter names a folder above it
         done = compiling_python(LAYER, MOE_NVFP4_CACHE=folder)
         assert done.stdout.strip() == "reference" and "set MOE_NVFP4_CACHE to a folder" in done.stderr, done.stderr
 
