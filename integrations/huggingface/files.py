@@ -122,8 +122,9 @@ def read_layout(
     """
     tensors = source.tensors
     dialect = dialect_of_files(tensors) or MODELOPT  # parameters under their own names, which are saved as ModelOpt's
-    names = ModelTensors(model)
-    files = nvfp4.read(source, dialect, activations != "bf16", names.experts_module)
+    names, layers = ModelTensors(model), layers_of(model)
+    has = lambda module: names.experts_module(module) is not None or is_mtp(f"{module}.", layers)
+    files = nvfp4.read(source, dialect, activations != "bf16", has)
     found = CheckpointLayout(dialect)
     found.input_scale, found.pre_quant_scale = map(files.experts_have, (dialect.input_scale, PRE_QUANT_SCALE))
     found.left_out = [] if found.input_scale else files.of_experts(dialect.input_scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -198,6 +198,7 @@ class NVFP4Files:
     parameters  the parameters of `NVFP4Experts` that were saved under their own names
     left        all other tensors
     tensors     all tensors of the files
+    elsewhere   names of experts modules that are of another model, which the files hold, too
     """
 
     matrices: dict[str, NVFP4Matrix]
@@ -205,6 +206,7 @@ class NVFP4Files:
     parameters: dict[str, TensorSlice]
     left: dict[str, TensorSlice]
     tensors: Mapping[str, TensorSlice]
+    elsewhere: Set[str]
 
     def given(self) -> dict[str, Given]:
         """What the files hold, by its name in a dense checkpoint."""
@@ -235,7 +237,9 @@ class NVFP4Files:
     def _of_experts(self) -> Iterator[tuple[str, Mapping[str, str]]]:
         """(name, its tensors: last part -> name) of every matrix of experts, and of stacks under the parameters' own
         names, in any dialect's words."""
-        yield from ((stem, m.names) for stem, m in self.matrices.items() if PER_EXPERT.fullmatch(stem))
+        for stem, m in self.matrices.items():
+            if (match := PER_EXPERT.fullmatch(stem)) and match["module"] not in self.elsewhere:
+                yield stem, m.names
         for name in self.parameters:
             if name.endswith("_proj_sf"):
                 module, _, fused = name.removesuffix("_sf").rpartition(".")
@@ -313,8 +317,8 @@ def read(
     parameters = {n: t for n, t in left.items() if any(n.startswith(module) for module in modules)}
     take(parameters)
     experts = {stem: match["module"] for stem in matrices if (match := PER_EXPERT.fullmatch(stem))}
-    here = {module for module in {*experts.values()} if has(module)}
-    shapes = {stem: matrices[stem].shape for stem, module in experts.items() if module in here}
+    elsewhere = {module for module in {*experts.values()} if not has(module)}
+    shapes = {stem: matrices[stem].shape for stem, module in experts.items() if module not in elsewhere}
     check_experts(shapes, expert_counts(source.config), left)
     for name in left:
         first = f"{name.rpartition('.')[0]}.0.gate_proj"
@@ -322,6 +326,6 @@ def read(
             raise ValueError(f"{name} is a stack next to experts one by one, so the order of gate and up in it is not "
                              "known: write a bias for each expert, experts.E.gate_proj.bias, or quantize the original "
                              "checkpoint")  # fmt: skip
-    files = NVFP4Files(matrices, fp8, parameters, left, tensors)
+    files = NVFP4Files(matrices, fp8, parameters, left, tensors, elsewhere)
     files.check_optional_scales((dialect.input_scale, PRE_QUANT_SCALE) if input_scales else (PRE_QUANT_SCALE,))
     return files

@@ -238,13 +238,17 @@ def test_experts_that_the_model_does_not_have(tmp_path):
     convert_checkpoint(folder(tmp_path, qwen3_moe), tmp_path / "nvfp4", progress=False)
     files = tensors(tmp_path / "nvfp4")
     first = {name: t for name, t in files.items() if ".layers.0.mlp.experts." in name}
-    for more in ({}, {name.replace("experts.0.", "experts.64."): t for name, t in first.items()}):
+    static = {n.replace("weight_scale_2", "input_scale"): t for n, t in first.items() if n.endswith("_scale_2")}
+    for more in ({}, static, {name.replace("experts.0.", "experts.64."): t for name, t in first.items()}):
         other = {f"talker.{name}": t.clone() for name, t in (first | more).items() if "experts.1." not in name}
         save_file(files | other, tmp_path / "nvfp4/model.safetensors", metadata={"format": "pt"})
         same_experts(load(tmp_path / "nvfp4"), swap_experts(load(tmp_path / "bf16"), progress=False))
-    save_file({n: t for n, t in files.items() if ".0.mlp.experts.1." not in n}, tmp_path / "nvfp4/model.safetensors")
-    with pytest.raises(ValueError, match="layers.0.mlp.experts.1.down_proj is missing"):
-        load(tmp_path / "nvfp4")
+    mtp = {name.replace("layers.0", "layers.2"): t.clone() for name, t in first.items()}  # is carried into new files
+    for damaged, layer in ((files, 0), (files | mtp, 2)):
+        left = {name: t for name, t in damaged.items() if f".{layer}.mlp.experts.1." not in name}
+        save_file(left, tmp_path / "nvfp4/model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"layers.{layer}.mlp.experts.1.down_proj is missing"):
+            load(tmp_path / "nvfp4")
 
 
 def nemotron_3():
