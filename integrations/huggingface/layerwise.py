@@ -125,8 +125,14 @@ def unwrapped(model: nn.Module) -> Any:
 
 def reads_ids(model: nn.Module) -> nn.Module:
     """The module to call with token ids alone: the model, or the body of a decision model, whose head also wants to
-    know where questions are."""
+    know where questions are. NotImplementedError for several models in one, such as Qwen3-Omni."""
     inside = unwrapped(model)
+    if type(inside).forward is nn.Module.forward:
+        parts = ", ".join(f"{name} ({type(part).__name__})" for name, part in inside.named_children())
+        raise NotImplementedError(
+            f"{type(inside).__name__} has no forward, as it is several models in one: {parts}. Load one of them by its "
+            "class, from_pretrained(folder, quantization_config=checkpoint_config(folder).quantization_config)"
+        )
     return inside.base_model if hasattr(inside, "decide") else model
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from moe_nvfp4.format import pack, unpack
 from moe_nvfp4.integrations.endpoint import Asked
 from moe_nvfp4.integrations.huggingface.experts import PACKED, HFExperts
+from moe_nvfp4.integrations.huggingface.layerwise import reads_ids
 from moe_nvfp4.integrations.huggingface.swap import set_activations
 from moe_nvfp4.joined import same_rows
 from moe_nvfp4.linear import NVFP4Linear
@@ -252,22 +253,23 @@ def judge(
         with misread(known_ways[name]):
             found[name] = _apart(given, _by_batch(model, asked), known, limit)
     fits = None
+    within = dict.fromkeys(found, torch.inf)  # from how near a misreading is named, if it fits clearly better
+    within |= dict.fromkeys(ROUNDINGS.values(), max(noise / 2, FLOOR))  # in bf16, each is about as near as the folder
+    if other == "bf16":  # which is nearer than the folder to any other rounding of NVFP4, too
+        own = 2 * _apart(rounded_other, changed, known) if found[PRECISIONS[other]] <= limit else 0.0
+        within[PRECISIONS[other]] = max(NOISE * own, difference / 2, FLOOR)
+    fitting = [name for name, apart in found.items() if apart < CLEARLY * difference]
     if difference > FLOOR:
-        best = min(found, key=lambda name: found[name])
-        if found[best] < CLEARLY * difference:
-            near = torch.inf
-            if best == PRECISIONS["bf16"]:  # nearer than this folder to any other rounding of NVFP4, too
-                near = 2 * NOISE * _apart(rounded_other, changed, known)
-            elif best in ROUNDINGS.values():  # in bf16, about as near as this folder
-                near = noise / 2
-            fits = best if found[best] <= max(near, FLOOR) else None
-        elif whole and other == "nvfp4" and _alike((given - exact)[known], (torch.cat(changed) - exact)[known]):
-            fits = PRECISIONS[other]
+        if named := [name for name in fitting if found[name] <= within[name]]:
+            fits = min(named, key=lambda name: found[name])
+        elif not fitting and whole and other == "nvfp4":
+            errors = given - exact, torch.cat(changed) - exact
+            fits = PRECISIONS[other] if _alike(*(e[known] for e in errors)) else None
     missing = int((~known).sum())
     verdict = Verdict(False, len(known) - missing, missing, noise, difference, found, nothing, fits)
     if missing > MOST * len(known) or fits is not None or difference > verdict.limit:
         return verdict
-    if is_quantized(mine):
+    if is_quantized(mine) and PRECISIONS[other] not in fitting:
         found = {name: apart for name, apart in found.items() if name != PRECISIONS[other]}  # would fit much better
     return replace(verdict, right=True, undecided=[name for name, apart in found.items() if apart <= limit])
 
@@ -307,7 +309,7 @@ def _by_batch(model: Any, asked: Sequence[Asked]) -> Iterator[Tensor]:
         same = list(group)
         for some in (same[i : i + max(1, TOGETHER // length)] for i in range(0, len(same), max(1, TOGETHER // length))):
             ids, found = torch.stack([a.ids for a in some]).to(model.device), []
-            for a, logits in zip(some, model(input_ids=ids, use_cache=False).logits, strict=True):
+            for a, logits in zip(some, reads_ids(model)(input_ids=ids, use_cache=False).logits, strict=True):
                 rows, tokens = logits[a.rows.to(logits.device)].double().cpu(), a.tokens
                 if a.among:
                     found.append(rows.gather(1, tokens).log_softmax(-1).flatten())

@@ -534,8 +534,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
         before = model.dtype
         # transformers would take the config's dtype, which saving turns into a string
         model = super().dequantize(model, wanted)
-        for t in model.state_dict(keep_vars=True).values() if wanted != before else ():
-            t.data = t.data.to(wanted) if t.dtype == before else t.data  # not those that transformers keeps in fp32
+        kept = _kept_in_fp32(model, wanted) if wanted in (torch.bfloat16, torch.float16) else None
+        for name, t in model.state_dict(keep_vars=True).items() if wanted != before else ():
+            if t.dtype == before:
+                t.data = t.data.to(torch.float32 if kept is not None and kept.search(name) else wanted)
         return model
 
     def remove_quantization_config(self, model: Any) -> None:
@@ -570,10 +572,15 @@ def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def _dtypes(model: Any) -> dict[str, torch.dtype]:
     """The dtypes of the parameters and buffers of `model` after loading dense files: some families keep a few fp32."""
-    wide = model._get_dtype_plan(model.dtype)
-    kept = build_glob_alternation(list(wide))[0] if wide else None
+    kept = _kept_in_fp32(model, model.dtype)
     found = {name: t.dtype for name, t in _tensors(model)}
     return {n: torch.float32 if kept and d.is_floating_point and kept.search(n) else d for n, d in found.items()}
+
+
+def _kept_in_fp32(model: Any, dtype: torch.dtype) -> re.Pattern | None:
+    """What the names match of the tensors that a model of this `dtype` has in fp32; None: there are none."""
+    wide = model._get_dtype_plan(dtype)
+    return build_glob_alternation(list(wide))[0] if wide else None
 
 
 def _check_scales(name: str, param: Tensor) -> None:

@@ -6,10 +6,12 @@ import copy
 import gc
 import inspect
 import os
+import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +57,7 @@ from moe_nvfp4.prepared import computes_parameters
 from moe_nvfp4.progress import progress_bar
 from moe_nvfp4.quantize.importance import LayerImportance
 from moe_nvfp4.quantize.linears import Chosen
+from moe_nvfp4.quantize.names import TOWER
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -437,6 +440,8 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
 
     whole: Any = model
     inner = _inside(model)
+    encodes_text = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+    of_images = {name for name in layers if TOWER.search(name) and not encodes_text}
 
     def run() -> None:
         for batch in progress_bar(batches, desc="calibrate", unit="batch", show=progress):
@@ -448,7 +453,7 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
                 check_ids(batch, inner.config)
             inputs = {key: v.to(whole.device) if isinstance(v, Tensor) else v for key, v in inputs.items()}
             called = reads_ids(model) if isinstance(batch, Tensor) else model
-            with _without_padding(layers.values(), inputs.get("attention_mask")):
+            with _without_padding(layers, inputs.get("attention_mask"), of_images):
                 called(**inputs)
 
     with evaluating(model), torch.no_grad():
@@ -460,21 +465,29 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
 
 
 @contextmanager
-def _without_padding(layers: Iterable[nn.Module], mask: Tensor | None) -> Iterator[None]:
+def _without_padding(layers: Mapping[str, nn.Module], mask: Tensor | None, of_images: Container[str]) -> Iterator[None]:
     """While a model runs, make rows of padding zeros, and unrouted, before 4-bit `layers`, so that no largest magnitude
-    is theirs; and likewise rows whose routing weights are 0. mask: [B, T], 0 for padding, or None."""
+    is theirs; and likewise rows whose routing weights are 0. mask: [B, T], 0 for padding, or None; of_images: names of
+    layers whose rows are no tokens. Warns of others that get a part of the tokens."""
     real = mask.flatten() != 0 if mask is not None and mask.dim() == 2 and not mask.all() else None
 
-    def kept(rows: int, device: torch.device) -> Tensor:
-        if real is None or rows % len(real):  # rows % T: the rows of another sequence, such as an image's
+    def kept(name: str, rows: int, device: torch.device) -> Tensor:
+        if real is None or name in of_images:
+            return torch.ones(rows, dtype=torch.bool, device=device)
+        if rows % len(real):  # ERNIE 4.5 VL: those of text, without an image's
+            warnings.warn(
+                f"{name} gets {rows} rows of {len(real)} tokens, and which are padding is not known there: they count "
+                "for its scale. Calibrate with batches without padding",
+                stacklevel=2,
+            )
             return torch.ones(rows, dtype=torch.bool, device=device)
         return real.to(device).repeat(rows // len(real))  # Llama 4: a block of all tokens for each expert
 
-    def before(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def before(name: str, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         names = list(inspect.signature(layer.forward).parameters)
         given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         x, index = given[names[0]], given.get("top_k_index")
-        rows = kept(x[..., 0].numel(), x.device)
+        rows = kept(name, x[..., 0].numel(), x.device)
         if index is not None:
             slots = rows[:, None] & (given["top_k_weights"] != 0)
             rows = slots.any(dim=1)
@@ -483,7 +496,7 @@ def _without_padding(layers: Iterable[nn.Module], mask: Tensor | None) -> Iterat
         positional = names[: len(args)]  # as hooks of a user's see them
         return tuple(given.pop(name) for name in positional), given
 
-    handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
+    handles = [m.register_forward_pre_hook(partial(before, name), with_kwargs=True) for name, m in layers.items()]
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ NAMES = (
     (".self_attn.", ".attn."),  # gpt-oss in InternVL
     (".mlp.router.gate", ".mlp.gate"),  # AFMoE
     (".mlp.shared_experts.", ".mlp.shared_expert."),  # Laguna
+    (".mlp.shared_experts.", ".mlp.shared_mlp."),  # HY-V3
 )
 
 

@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import sys
+import traceback
 
 from moe_nvfp4._version import __version__
 from moe_nvfp4.cli import (
@@ -72,6 +73,11 @@ def main(argv: list[str] | None = None) -> int:
     except _explained() as error:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"moe-nvfp4 {args.command}: error: {output.printable(message)}", file=sys.stderr)
+        return 2
+    except Exception:
+        if args.command != "verify":
+            raise
+        traceback.print_exc()  # the exit code of a traceback is 1, and means a wrong server here
         return 2
     return code or 0
 

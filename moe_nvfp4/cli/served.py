@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from moe_nvfp4.integrations.huggingface.misread import judge
     from moe_nvfp4.progress import progress_bar
     from moe_nvfp4.quantize.files import open_checkpoint
-    from moe_nvfp4.quantize.source import model_dtype
+    from moe_nvfp4.quantize.source import model_dtype, nvfp4_info
 
     for option in ("against", "plot"):
         if getattr(args, option) is not None:
@@ -55,6 +55,12 @@ def run(args: argparse.Namespace) -> int:
     config = model_config(source)
     if form_of(config, args.destination) != "NVFP4":
         raise ValueError(f"{args.destination} is not an NVFP4 checkpoint: name the 4-bit folder that is served")
+    checkpoint = open_checkpoint(source)
+    if (info := nvfp4_info(checkpoint)) is not None and info.mixed:
+        raise NotImplementedError(
+            f"{args.destination} has layers whose activations are quantized (W4A4) and others (W4A16), and here all "
+            "run in one way: no verdict about a server of it is possible"
+        )
     tokenizer = tokenizer_of(source)
     text = text_of(argparse.Namespace(text=args.text, model="demo", command=args.command))
     tokens = args.tokens or TOKENS
@@ -68,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     )
     model, _ = load(loading, None, tokenizer=False)
     bar = lambda names: progress_bar(names, desc="computed here", unit="model", show=not args.json)
-    in_bf16 = model_dtype(open_checkpoint(source)) == torch.bfloat16
+    in_bf16 = model_dtype(checkpoint) == torch.bfloat16
     exact = lambda: load(loading, None, tokenizer=False, dtype=torch.float32)[0]
     verdict = judge(model, asked, bar, None if in_bf16 else exact)
     if args.json:

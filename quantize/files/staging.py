@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -38,7 +38,7 @@ def new_file(destination: Path) -> Iterator[Path]:
         mode = part.stat().st_mode  # by the umask, which safetensors does not go by
         part.unlink()
         yield part
-        part.chmod(mode)
+        _set_mode(part, mode)
         try:
             os.link(part, destination)
         except OSError:
@@ -155,7 +155,7 @@ class StagingDir:
             elif path.is_file() and names is not None and path.relative_to(self.files).as_posix() not in names:
                 path.unlink()
             elif path.suffix == ".safetensors":
-                path.chmod(mode)
+                _set_mode(path, mode)
         if self.destination.exists():
             raise ValueError(f"{self.destination} was made by someone else meanwhile: the result is in {self.files}")
         os.replace(self.files, self.destination)
@@ -163,6 +163,12 @@ class StagingDir:
 
     def _unlock(self) -> None:
         unlock(self._lock, self.folder / "lock")
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    if path.stat().st_mode != mode:
+        with suppress(OSError):  # a disk of another system, where all files have one mode
+            path.chmod(mode)
 
 
 def _entries(line: str) -> list[tuple[str, str]]:

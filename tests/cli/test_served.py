@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_serve_available
 import moe_nvfp4.integrations.huggingface  # noqa: F401  (reads NVFP4 folders)
 from moe_nvfp4 import demo
 from moe_nvfp4.integrations.endpoint import _check_words, _next_tokens
-from moe_nvfp4.integrations.huggingface import set_activations
+from moe_nvfp4.integrations.huggingface import misread, set_activations
 from moe_nvfp4.integrations.huggingface.misread import PRECISIONS, ROUNDINGS, _apart
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
@@ -238,6 +238,23 @@ def test_another_rounding_of_activations(mine, other, separate, capsys):
                 assert ROUNDINGS[other] in found["undecided"] and PRECISIONS["bf16"] not in found["undecided"]
             set_activations(server.model, mine)
             assert verdict(capsys, 0, *ask)["right"]
+
+
+def test_what_is_no_verdict_has_another_exit_code(separate, tmp_path, monkeypatch, capsys):
+    """Layers with different activations, which run in one way here; and an error that nobody foresaw."""
+    mixed = shutil.copytree(separate, tmp_path / "mixed")
+    config = json.loads((mixed / "config.json").read_text())
+    layers = {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"}, "model.layers.1.mlp.experts": {
+        "quant_algo": "W4A16_NVFP4"}}  # fmt: skip
+    own = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    (mixed / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
+    with serving(separate) as (_, url):
+        for more in ([], ["--activations", "nvfp4"]):
+            said = mistake(["verify", "--server", url, *more, mixed], capsys)
+            assert "has layers whose activations are quantized (W4A4) and others (W4A16)" in said
+        monkeypatch.setattr(misread, "log_probabilities", lambda *args: {}["unforeseen"])
+        run("verify", "--device", "cpu", "--server", url, separate, expect=2)
+        assert "KeyError: 'unforeseen'" in capsys.readouterr().err
 
 
 @pytest.mark.slow_after(1)

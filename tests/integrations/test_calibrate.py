@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from moe_nvfp4.integrations.huggingface import (
     swap_experts,
 )
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
+from moe_nvfp4.integrations.huggingface.swap import _without_padding
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import relative_error
@@ -280,3 +282,42 @@ def test_four_over_six_travels_with_the_folder(dialect, tmp_path):
     chosen = load(tmp_path / "again", quantization_config=MoeNvfp4Config(activations="nvfp4"))
     with torch.no_grad():
         assert torch.equal(chosen(IDS).logits, static)
+
+
+def test_rows_that_are_no_tokens_are_no_padding():
+    """Patches of images may be as many as tokens. Of tokens of one kind alone, padding is not known."""
+    mask, seen = torch.tensor([[1] * 8, [0] * 5 + [1] * 3]), {}
+    layers = {name: nn.Linear(4, 4) for name in ("model.visual.fc", "model.layers.0.fc", "model.layers.0.text")}
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda m, args, y, name=name: seen.__setitem__(name, args[0].abs().sum(-1) > 0))
+    with _without_padding(layers, mask, {"model.visual.fc"}):
+        layers["model.visual.fc"](torch.ones(16, 4))
+        layers["model.layers.0.fc"](torch.ones(2, 8, 4))
+        with pytest.warns(UserWarning, match="model.layers.0.text gets 12 rows of 16 tokens, and which are padding"):
+            layers["model.layers.0.text"](torch.ones(12, 4))
+    assert seen["model.visual.fc"].all() and seen["model.layers.0.text"].all()
+    assert torch.equal(seen["model.layers.0.fc"], mask.bool())
+
+
+def test_a_towers_scales_count_all_patches():
+    """A linear of a tower may have as many rows as there are tokens, of which some are padding."""
+    model = swap_experts(make(qwen3_moe, torch.float32), activations="nvfp4", progress=False)
+    model.visual = NVFP4Linear(16, 16, activations="nvfp4")
+    model.visual.weight_global_scale.fill_(1)
+    patches = torch.randn(24, 16)
+    patches[0] *= 100
+    model.register_forward_pre_hook(lambda m, args: [m.visual(patches)] and None)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :6] = 0
+    calibrate(model, [{"input_ids": torch.randint(1, 96, (2, 12)), "attention_mask": mask}], progress=False)
+    assert model.visual.input_scale.item() == pytest.approx(patches.abs().max().item() / (6 * 448))
+
+
+def test_several_models_in_one_are_not_called():
+    """Qwen3-Omni has no forward of its own."""
+    model = swap_experts(make(qwen3_moe, torch.float32), progress=False)
+    model.__class__ = type("Omni", (type(model),), {"forward": nn.Module.forward})
+    with pytest.raises(
+        NotImplementedError, match=r"Omni has no forward, .* several models in one: model \(Qwen3MoeModel"
+    ):
+        calibrate(model, [IDS], progress=False)

@@ -49,6 +49,7 @@ from tests.models import (
     aria,
     as_bytes,
     dbrx,
+    deepseek,
     dense_like,
     folder,
     gemma4,
@@ -1161,6 +1162,19 @@ def test_a_model_is_dequantized_in_one_dtype(dtype, tmp_path):
     again = load(tmp_path / "dense", "auto")
     again.set_experts_implementation("eager")
     assert torch.equal(logits(again), found)
+
+
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wanted", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", [deepseek, gpt_oss], ids=lambda f: f.__name__)
+def test_dequantizing_keeps_in_fp32_what_loading_does(family, wanted, loaded, tmp_path):
+    """Of DeepSeek-V3 correction biases, of gpt-oss in fp16 norms, whatever dtype the 4-bit model had."""
+    source = folder(tmp_path, family)
+    swap_experts(load(source), progress=False).save_pretrained(tmp_path / "nvfp4")
+    found = load(tmp_path / "nvfp4", loaded).dequantize(wanted).state_dict()
+    dtypes = {name: t.dtype for name, t in load(source, wanted).state_dict().items()}
+    assert {name: t.dtype for name, t in found.items()} == dtypes
+    assert len(set(dtypes.values())) == 2 or (family, wanted) == (gpt_oss, torch.bfloat16)
 
 
 def test_a_dequantized_model_has_dense_linears(tmp_path):

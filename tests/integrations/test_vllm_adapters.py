@@ -281,6 +281,7 @@ def test_linears_of_experts_that_are_modules():
     ("mlp.gate", "mlp.router.gate", "mlp.gate"),  # AFMoE
     ("attn.o_proj", "self_attn.o_proj", "attn.o_proj"),  # gpt-oss in InternVL
     ("mlp.shared_expert.up_proj", "mlp.shared_experts.up_proj", "mlp.shared_expert.up_proj"),  # Laguna
+    ("mlp.shared_mlp.up_proj", "mlp.shared_experts.up_proj", "mlp.shared_mlp.up_proj"),  # HY-V3
     ("mlp.gate", "mlp.gate", "mlp.experts.gate"),  # also the runner's, by which the manager calls it (Dots)
     ("mlp.shared.gate_up_proj", "mlp.shared.up_proj", "mlp.experts.shared.up_proj"),  # fused, in a block of two places
     ("mlp.gate", "mlp.other", None), ("block_sparse_moe.gate", "mlp.gate.other", None),
