@@ -178,8 +178,9 @@ class Importance:
         found = self.layers.get(name)
         if found is None:
             known = ", ".join(list(self.layers)[:2])
-            raise ValueError(f"{module} has no importance, which {known}, ... have: no token reached it (exclude it, "
-                             f"or use another recipe), or {ANOTHER_MODEL}")  # fmt: skip
+            raise ValueError(f"{module} has no importance: no token reached it (exclude it, or use another recipe), or "
+                             f"the importance is of another model ({known}, ...); run moe-nvfp4 importance on this one"
+                             )  # fmt: skip
         if experts not in (None, len(found.rows)):
             raise ValueError(f"{module} has {experts} experts, the importance is of {len(found.rows)}: {ANOTHER_MODEL}")
         return found

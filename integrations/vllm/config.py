@@ -108,6 +108,7 @@ class MoeNvfp4Config(QuantizationConfig):
         self.adapter: ExpertsAdapter | None = None
         self.placement = Placement()
         self.dense: list[str] = []  # matrices that stay dense, as the files name them, if these are here
+        self.static = True  # whether files for W4A4 have static activation scales; False: they are here, and have none
         self.experts: list[str] = []  # the experts modules that vLLM has asked about
         self.has_said = False  # how vLLM runs linears
         self.said: dict[str, Any] = {}  # what the model's config says of the experts' gate
@@ -213,6 +214,7 @@ class MoeNvfp4Config(QuantizationConfig):
             if (source := coming or opened(model_name)) is not None:
                 check_files(source, self.info)
                 self.dense = dense_names(source, self.info)
+                self.static = any(name.endswith(f".{self.info.dialect.input_scale}") for name in source.tensors)
                 if any(name.startswith("layers.") for name in source.tensors):  # a base model, vLLM's is in `model`
                     from vllm.model_executor.models.utils import WeightsMapper  # takes a second to import
 
@@ -297,7 +299,7 @@ class MoeNvfp4Config(QuantizationConfig):
                 runs = activations and (self.activations or activations)
                 if runs and self.runs_linears(runs):
                     engine.refuse_linear(prefix)
-                    return NVFP4LinearMethod(prefix, self.info.dialect, runs)
+                    return NVFP4LinearMethod(prefix, self.info.dialect, runs, self.static and activations == "nvfp4")
                 if runs:
                     self.say(runs, activations if engine.has_fp4() else "bf16")
             return None if self.base is None else self.base.get_quant_method(layer, prefix)
@@ -316,11 +318,11 @@ class MoeNvfp4Config(QuantizationConfig):
             )
         if not theirs:
             dialect = None if self.base is None else self.info.dialect
-            activations = self.activations or activations
+            runs = self.activations or activations
             files = self.converted or (self.model.name if os.path.isdir(self.model.name) else None)
-            return MoeNvfp4Method(
-                layer, dialect, activations, self.recipe, self.adapter, self.placement, files, self.said
-            )
+            method = MoeNvfp4Method(layer, dialect, runs, self.recipe, self.adapter, self.placement, files, self.said)
+            method.static = self.static and dialect is not None and activations == "nvfp4"
+            return method
         if self.base is None or self.ignores(prefix):
             return None  # vLLM runs them unquantized
         return self.base.get_quant_method(layer, prefix)

@@ -29,12 +29,14 @@ class NVFP4LinearMethod(LinearMethodBase):
 
     name         of vLLM's module, for messages
     activations  "bf16", "nvfp4" or "nvfp4_four_over_six"
+    static       whether the files have static activation scales
     """
 
-    def __init__(self, name: str, dialect: Dialect, activations: str):
+    def __init__(self, name: str, dialect: Dialect, activations: str, static: bool = False):
         super().__init__()
         self.name, self.dialect = name, dialect
         self.dummy = False  # whether vLLM reads no files (`arrived.check_loads`)
+        self.static = static
         # vLLM multiplies MLA's kv_b_proj by the identity, to have its weights, and some rows by these: no activations
         self.activations = "bf16" if name.endswith(".kv_b_proj") else activations
 
@@ -114,7 +116,7 @@ class NVFP4LinearMethod(LinearMethodBase):
             delattr(layer, last)
         again = hasattr(layer, "nvfp4")
         if self.dummy and not again:
-            _randomize(found)
+            _randomize(found, self.static)
         else:
             self._check(found)
         made = self._made(found, engine.added_bias(layer))
@@ -203,9 +205,9 @@ class NVFP4LinearMethod(LinearMethodBase):
         return y if bias is None else y + bias
 
 
-def _randomize(found: dict[str, Tensor]) -> None:
-    """Fill in weights for measurements, as for experts."""
+def _randomize(found: dict[str, Tensor], static: bool) -> None:
+    """Fill in weights as for experts."""
     found["weight"].random_(0, 256)
     found["sf"].view(torch.uint8).fill_(0x38)
     found["global_scale"].fill_(1 / 256)
-    found["input_scale"].fill_(torch.nan)
+    found["input_scale"].fill_(1 / 256 if static else torch.nan)

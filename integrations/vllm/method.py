@@ -53,6 +53,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         self.lora: Any = None  # `lora.ExpertsWithLoRA`, where requests choose adapters
         self.drops = False  # whether vLLM's model drops a part of the experts
         self.dummy = False  # whether vLLM reads no files (`arrived.check_loads`)
+        self.static = False  # whether the files have static activation scales
 
     def create_weights(
         self,
@@ -173,7 +174,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
         if not again:
             self._place(layer.nvfp4)
         if self.dummy and not again:
-            _randomize(layer.nvfp4)
+            _randomize(layer.nvfp4, self.static and is_quantized(self.activations))
         else:
             if self.files is not None and not again:
                 files = self.files if isinstance(self.files, str) else self.files.open()
@@ -264,10 +265,13 @@ class DenseLinearMethod(UnquantizedLinearMethod):
         super().process_weights_after_loading(layer)
 
 
-def _randomize(experts: NVFP4Experts) -> None:
-    """Fill in weights for measurements: random codes, block scales of 1, values of about 1/64."""
+def _randomize(experts: NVFP4Experts, static: bool) -> None:
+    """Fill in weights for measurements, or until real ones are loaded: random codes, block scales of 1, values of about
+    1/64. static: with static activation scales, as real ones will have them."""
+    if static:
+        experts.set_input_scales(torch.ones(()), torch.ones(()))
     for name, parameter in experts.named_parameters():
-        if name.endswith("_global_scale"):
+        if name.endswith(("_global_scale", "_input_scale")):
             parameter.data.fill_(1 / 256)
         elif name.endswith("_sf"):
             parameter.data.fill_(0x38)

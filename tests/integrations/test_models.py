@@ -335,7 +335,7 @@ def test_experts_of_two_modules_in_one_list(tmp_path):
     with pytest.raises(NotImplementedError, match="experts of several modules in one list.*then swap_experts"):
         kind.from_pretrained(tmp_path / "dense", quantization_config=MoeNvfp4Config())
     text = [torch.randint(0, 96, (4, 32), generator=torch.Generator().manual_seed(0))]
-    with pytest.raises(ValueError, match=r"vision_moe.experts has no importance, .*: no token reached it \(exclude it"):
+    with pytest.raises(ValueError, match=r"vision_moe.experts has no importance: no token reached it \(exclude it"):
         swap_experts(copy.deepcopy(model), recipe="weighted", calibration=text, progress=False)
     with pytest.warns(UserWarning, match="experts saw fewer than 8 rows"):
         learned = swap_experts(copy.deepcopy(model), recipe="distill", calibration=text, progress=False)

@@ -26,13 +26,14 @@ def made(**options):
     return make
 
 
-def w4a4(input_scale):
+def w4a4(input_scale, experts_alone=False):
     """As another tool writes it, with a scale of its own for each matrix."""
 
     def make(dense, path):
         shutil.copytree(dense, path / "bf16")
-        return quantized(path, None, "modelopt", lambda key: is_expert(key) or is_linear(key), input_scale,
-                         ignore=["lm_head", "*.gate"])[0]  # fmt: skip
+        which = is_expert if experts_alone else lambda key: is_expert(key) or is_linear(key)
+        left = ["lm_head", "*.gate"] + ["*self_attn*"] * experts_alone
+        return quantized(path, None, "modelopt", which, input_scale, ignore=left)[0]
 
     return make
 
@@ -122,16 +123,17 @@ def test_as_after_a_fresh_start(dense, tmp_path, form):
     llm.llm_engine.engine_core.shutdown()
 
 
-def test_after_a_start_without_files(dense, tmp_path):
+@pytest.mark.parametrize("make", [made(linears="attention"), w4a4(0.01, True), w4a4(None, True)],
+                         ids=["w4a16", "w4a4", "w4a4, dynamic"])  # fmt: skip
+def test_after_a_start_without_files(dense, tmp_path, make):
     """As a trainer's server, whose first weights are random: those that come are checked as any."""
-    convert_checkpoint(dense / "one", tmp_path / "one", Options(linears="attention"), progress=False)
-    answers = []
+    source, answers = make(dense / "one", tmp_path), []
     for options in ({}, {"load_format": "dummy"}):
-        llm = engine(tmp_path / "one", **options)
+        llm = engine(source, **options)
         answers.append(ask(llm))
         if options:
             assert answers[1] != answers[0]
-            files = by_layer(tmp_path / "one")
+            files = by_layer(source)
             load_again(llm, weights_iterator=iter(files))
             assert ask(llm) == answers[0]
             some = [item for item in files if not item[0].endswith("layers.1.mlp.experts.3.up_proj.weight_scale")]

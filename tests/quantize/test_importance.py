@@ -110,7 +110,7 @@ def test_names():
         assert torch.equal(found.of(name, 3, "w3", 64), want.x[3])
         assert torch.equal(found.of(name, 3, "w2", 48), want.h[3])
         assert torch.equal(found.of_matrix(f"{name}.7.down_proj", 48), want.h[7])
-    with pytest.raises(ValueError, match="layers.2.mlp.experts has no importance, .*another model"):
+    with pytest.raises(ValueError, match="layers.2.mlp.experts has no importance: .*another model"):
         importance.of("model.layers.2.mlp.experts", 0, "up_proj", 64)
     with pytest.raises(ValueError, match="48 input columns, the importance is of 8 experts with 64"):
         importance.of("model.layers.0.mlp.experts", 0, "up_proj", 48)
