@@ -70,7 +70,8 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     report.warnings += _all_zero(zeros)
     report.matrices = len(files.matrices)
     report.tensors, report.size = len(files.left), sum(t.size for t in checkpoint.tensors.values())
-    report.warnings += [*_unlisted(files, info), *_without_input_scales(files, info), *scale_warnings(checkpoint)]
+    report.warnings += [*_unlisted(files, info), *_listed(files, info), *_without_input_scales(files, info)]
+    report.warnings += scale_warnings(checkpoint)
     if against is not None:
         source = open_checkpoint(against)
         report.warnings += _other_settings(checkpoint, source)
@@ -102,8 +103,7 @@ def _other_settings(checkpoint: Checkpoint, source: Checkpoint) -> Iterator[str]
 
 
 def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
-    """Yield a warning if layers are dense and the config's ignore list does not name them, and one if it names layers
-    that are 4-bit."""
+    """Yield a warning if layers are dense and the config's ignore list does not name them."""
     modules = dict.fromkeys(
         re.sub(r"(\bexperts)\..*", r"\1", name.removesuffix(".weight")) for name in files.dense_weights()
         if is_dense_linear(name, files.left[name]) or "experts." in name
@@ -115,6 +115,10 @@ def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
         yield (f"warning: {len(found)} layers are dense and not in the ignore list of config.json: {some}. This "
                "library reads what is there; a server may take them for NVFP4, and fail or misread them: add them to "
                "the list")  # fmt: skip
+
+
+def _listed(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
+    """Yield a warning if layers are 4-bit and the config's ignore list names them."""
     packed = {re.sub(r"(\bexperts)\..*", r"\1", stem): stem for stem in files.matrices}
     if named := sorted((module for module, stem in packed.items() if info.ignores(stem)), key=by_number):
         some = ", ".join(named[:3]) + (", ..." if len(named) > 3 else "")

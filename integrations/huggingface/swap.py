@@ -439,7 +439,7 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
         refuse_elsewhere(parameter, "calibrated")  # a hook brings the parameters that were there when the model loaded
 
     whole: Any = model
-    inner = _inside(model)
+    inner, by_ids = _inside(model), reads_ids(model)
     encodes_text = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
     of_images = {name for name in layers if TOWER.search(name) and not encodes_text}
 
@@ -452,7 +452,7 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
             if isinstance(batch, Tensor) and batch.numel() and isinstance(inner, PreTrainedModel):
                 check_ids(batch, inner.config)
             inputs = {key: v.to(whole.device) if isinstance(v, Tensor) else v for key, v in inputs.items()}
-            called = reads_ids(model) if isinstance(batch, Tensor) else model
+            called = by_ids if isinstance(batch, Tensor) else model
             with _without_padding(layers, inputs.get("attention_mask"), of_images):
                 called(**inputs)
 
