@@ -15,6 +15,7 @@ from moe_nvfp4.quantize.layouts.base import Given, one_too_many
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PLAIN_NAMES, aliases
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 TIED = (
@@ -47,6 +48,14 @@ def model_config(folder: str | os.PathLike) -> Any:
 Parts = dict[str, dict[int, Given]]
 
 
+def kept_in_fp32(model: Any, dtype: torch.dtype) -> re.Pattern | None:
+    """What the names match of the tensors that a model of this `dtype` has in fp32; None: there are none."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    wide = model._get_dtype_plan(dtype)
+    return build_glob_alternation(list(wide))[0] if wide else None
+
+
 class ModelTensors:
     """The tensors of a transformers model, on any device, and how names in files become names of these tensors.
 
@@ -58,7 +67,7 @@ class ModelTensors:
         import torch
         from torch import nn
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, build_glob_alternation
+        from transformers.core_model_loading import WeightConverter
 
         whole: Any = model  # nn.Module does not declare transformers' attributes
         self.name, self.config = type(model).__name__, whole.config
@@ -81,8 +90,7 @@ class ModelTensors:
         self._surplus = _expressions(model, "_keys_to_ignore_on_load_unexpected")
         self._linears = {n for n, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
         # What transformers keeps in float32 in half-precision models. Files in float32 may be loaded as such
-        wide = list(whole._get_dtype_plan(torch.bfloat16 if whole.dtype == torch.float32 else whole.dtype))
-        self._wide: re.Pattern | None = build_glob_alternation(wide)[0] if wide else None
+        self._wide = kept_in_fp32(whole, torch.bfloat16 if whole.dtype == torch.float32 else whole.dtype)
         output = whole.get_output_embeddings()
         speaks = set() if output is None else {id(p) for p in output.parameters()}
         reads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

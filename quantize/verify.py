@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -102,6 +102,10 @@ def _other_settings(checkpoint: Checkpoint, source: Checkpoint) -> Iterator[str]
                "something else with them")  # fmt: skip
 
 
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
 def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
     """Yield a warning if layers are dense and the config's ignore list does not name them."""
     modules = dict.fromkeys(
@@ -111,20 +115,18 @@ def _unlisted(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
     inside = ("", ".0.down_proj", ".0.w2")
     found = [m for m in modules if not any(info.ignores(f"{m}{i}") for i in inside)]
     if info.whole and found:
-        some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-        yield (f"warning: {len(found)} layers are dense and not in the ignore list of config.json: {some}. This "
-               "library reads what is there; a server may take them for NVFP4, and fail or misread them: add them to "
-               "the list")  # fmt: skip
+        yield (f"warning: {len(found)} layers are dense and not in the ignore list of config.json: {_some(found)}. "
+               "This library reads what is there; a server may take them for NVFP4, and fail or misread them: add "
+               "them to the list")  # fmt: skip
 
 
 def _listed(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
     """Yield a warning if layers are 4-bit and the config's ignore list names them."""
     packed = {re.sub(r"(\bexperts)\..*", r"\1", stem): stem for stem in files.matrices}
     if named := sorted((module for module, stem in packed.items() if info.ignores(stem)), key=by_number):
-        some = ", ".join(named[:3]) + (", ..." if len(named) > 3 else "")
-        yield (f"warning: {len(named)} layers are 4-bit and in the ignore list of config.json: {some}. This library "
-               "reads what is there; a server takes them for dense, and fails or misreads them: take them off the list"
-               )  # fmt: skip
+        yield (f"warning: {len(named)} layers are 4-bit and in the ignore list of config.json: {_some(named)}. "
+               "This library reads what is there; a server takes them for dense, and fails or misreads them: take them "
+               "off the list")  # fmt: skip
 
 
 def _without_input_scales(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> Iterator[str]:
@@ -140,9 +142,8 @@ def _without_input_scales(files: nvfp4.NVFP4Files, info: QuantizationInfo) -> It
 def _all_zero(names: list[str]) -> Iterator[str]:
     """Yield a warning if there are matrices whose elements are all 0."""
     if names:
-        yield (f"warning: all elements of {len(names)} matrices are 0 ({', '.join(names[:3])}"
-               f"{', ...' if len(names) > 3 else ''}): experts were pruned, or what was written is not what was read; "
-               "--against SRC tells")  # fmt: skip
+        yield (f"warning: all elements of {len(names)} matrices are 0 ({_some(names)}): experts were pruned, "
+               "or what was written is not what was read; --against SRC tells")  # fmt: skip
 
 
 def _check_pre_quant_scales(matrices: Mapping[str, nvfp4.NVFP4Matrix]) -> None:

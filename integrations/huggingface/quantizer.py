@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
@@ -78,6 +77,7 @@ from moe_nvfp4.quantize.files import Checkpoint
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout
 from moe_nvfp4.quantize.linears import Chosen
+from moe_nvfp4.quantize.model import kept_in_fp32
 from moe_nvfp4.quantize.names import PRE_QUANT_SCALE, projections
 from moe_nvfp4.quantize.recipes import recipe_named
 from moe_nvfp4.quantize.unwritten import Unwritten
@@ -534,7 +534,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         before = model.dtype
         # transformers would take the config's dtype, which saving turns into a string
         model = super().dequantize(model, wanted)
-        kept = _kept_in_fp32(model, wanted) if wanted in (torch.bfloat16, torch.float16) else None
+        kept = kept_in_fp32(model, wanted) if wanted in (torch.bfloat16, torch.float16) else None
         for name, t in model.state_dict(keep_vars=True).items() if wanted != before else ():
             if t.dtype == before:
                 t.data = t.data.to(torch.float32 if kept is not None and kept.search(name) else wanted)
@@ -572,15 +572,9 @@ def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def _dtypes(model: Any) -> dict[str, torch.dtype]:
     """The dtypes of the parameters and buffers of `model` after loading dense files: some families keep a few fp32."""
-    kept = _kept_in_fp32(model, model.dtype)
+    kept = kept_in_fp32(model, model.dtype)
     found = {name: t.dtype for name, t in _tensors(model)}
     return {n: torch.float32 if kept and d.is_floating_point and kept.search(n) else d for n, d in found.items()}
-
-
-def _kept_in_fp32(model: Any, dtype: torch.dtype) -> re.Pattern | None:
-    """What the names match of the tensors that a model of this `dtype` has in fp32; None: there are none."""
-    wide = model._get_dtype_plan(dtype)
-    return build_glob_alternation(list(wide))[0] if wide else None
 
 
 def _check_scales(name: str, param: Tensor) -> None:
