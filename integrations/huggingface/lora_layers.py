@@ -31,6 +31,9 @@ from moe_nvfp4.weights import Matrices
 
 logger = logging.get_logger(__name__)
 
+WITHOUT_EXPERTS = ("leave the experts out of target_parameters, and name linears in target_modules in place of "
+                   '"all-linear", which PEFT takes for experts, too')  # fmt: skip
+
 
 class MergingLayer:
     """Merges into 4-bit weights, which are quantized again; unmerging restores the bytes from before."""
@@ -321,12 +324,12 @@ class ParamWrapper(MergingLayer, lora.ParamWrapper):
         if any(isinstance(p, DTensor) for p in inner.parameters()) or getattr(inner, "_is_expert_parallel", False):
             raise NotImplementedError(
                 "LoRA on experts that are split over ranks: give the whole model its adapters first, and then wrap it "
-                "in DDP or fully_shard; or leave the experts out of target_parameters"
+                f"in DDP or fully_shard; or {WITHOUT_EXPERTS}"
             )
         if getattr(getattr(inner, "layout", None), "call", "") == "identity":
             raise NotImplementedError(
                 f"{inner.source_class.__name__} keeps rows for identity experts in its dense weights, and an adapter "
-                "would need them too: leave its experts out of target_parameters"
+                f"would need them too: {WITHOUT_EXPERTS}"
             )
         super().__init__(base_layer, adapter_name, parameter_name, **kwargs)
 
