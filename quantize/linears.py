@@ -158,6 +158,8 @@ def _why_by_name(name: str) -> str | None:
     """Why the linear `name` stays dense, if its name says so."""
     if EMBEDDING.search(name):
         return "an embedding, or a linear that makes embeddings"
+    if name.endswith(".indexer.weights_proj"):
+        return "an indexer's weights, which transformers multiplies with x in the dtype that they have"
     return "a router or gate, which decides by small differences" if ROUTER.search(name) else None
 
 

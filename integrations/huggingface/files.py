@@ -27,7 +27,7 @@ from moe_nvfp4.quantize.files import (
 from moe_nvfp4.quantize.layouts import ExpertLayout, nvfp4
 from moe_nvfp4.quantize.layouts.base import Given
 from moe_nvfp4.quantize.model import ModelTensors
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_mtp, is_scale
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PRE_QUANT_SCALE, is_mtp, is_scale, mtp_layer
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.settings import language_config
 from moe_nvfp4.quantize.unwritten import unwritten
@@ -280,10 +280,17 @@ def mtp_tensors(
     model: Any, tensors: Mapping[str, TensorSlice], files: Iterable[str | os.PathLike], convert: bool = False
 ) -> MtpTensors:
     """Those of `tensors` that `model` ignores, named "mtp" or belonging to layers after the last. They lie in
-    `files`; convert: or a conversion makes them of these."""
-    patterns = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
+    `files`; convert: or a conversion makes them of these.
+
+    Many classes ignore the layer of one release by its number, or none: has a layer after the last an eh_proj, `model`
+    ignores it from here on.
+    """
     layers = layers_of(model)
-    names = [name for name in tensors if is_mtp(name, layers) and any(p.search(name) for p in patterns)]
+    of = {name: layer for name in tensors if (layer := mtp_layer(name, layers))}
+    for layer in {layer for layer in of.values() if f"{layer}.eh_proj.weight" in tensors}:
+        leave_out(model, rf"^{re.escape(layer)}\.")
+    patterns = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
+    names = [name for name in of if any(p.search(name) for p in patterns)]
     dense = [n for n in names if tensors[n].dtype in DENSE and len(tensors[n].shape) == 2]
     stems = frozenset(n.removesuffix(".weight") for n in dense)
     paths = files if convert else sorted({tensors[name].file for name in names})

@@ -22,7 +22,6 @@ from moe_nvfp4.backends import merge_packed, merged_codes
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, refuse_elsewhere
-from moe_nvfp4.integrations.peft_versions import check_order
 from moe_nvfp4.ops import Adapter, Adapters
 from moe_nvfp4.prepared import before_weights, changing, in_fsdp
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert, quantize_matrix, recipe_named
@@ -332,11 +331,6 @@ class ParamWrapper(MergingLayer, lora.ParamWrapper):
                 f"would need them too: {WITHOUT_EXPERTS}"
             )
         super().__init__(base_layer, adapter_name, parameter_name, **kwargs)
-
-    def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any) -> None:
-        is_transposed = getattr(self.get_base_layer(), "is_transposed", False)
-        check_order(f"adapter {adapter_name!r} of experts", config.peft_version, is_transposed)
-        super().update_layer(adapter_name, *args, config=config, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         """The features that PEFT expects of a dense parameter [E, in, out]; it swaps them if that is [E, out, in]."""

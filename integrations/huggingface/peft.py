@@ -31,6 +31,7 @@ from moe_nvfp4.checks import check_flag
 from moe_nvfp4.experts import NVFP4Experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.integrations.huggingface.lora_layers import LoraLinear, MergingLayer, ParamWrapper
+from moe_nvfp4.integrations.peft_versions import check_order
 from moe_nvfp4.linear import NVFP4Linear
 
 
@@ -79,6 +80,7 @@ class LoraModel(lora.LoraModel):
         self._all_linear = isinstance(wanted, str) and wanted.lower() == "all-linear"
         _refuse_to_copy(self.peft_config[adapter_name].modules_to_save or (), model)
         _refuse_biases(self.peft_config[adapter_name].bias, model)
+        _refuse_other_order(adapter_name, self.peft_config[adapter_name], model)
         if not self.peft_config[adapter_name].inference_mode:
             _refuse_unsynchronised(model)
         found = super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -226,6 +228,17 @@ def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:
                 f"modules_to_save: {name} has 4-bit weights, which are not trained: give it an adapter instead "
                 "(experts by target_parameters, linears by target_modules), or load it dense"
             )
+
+
+def _refuse_other_order(adapter: str, config: LoraConfig, model: nn.Module) -> None:
+    """NotImplementedError for an adapter of experts' parameters by a PEFT that has the factors in another order. (One
+    of transformers 4, where each expert's linears are modules, names no parameters: its factors are those of
+    linears.)"""
+    named = [name.rpartition(".")[2] for name in config.target_parameters or ()]
+    for module in model.modules():
+        if isinstance(module, NVFP4Experts) and {module.up_name, "down_proj"}.intersection(named):
+            transposed = getattr(module, "is_transposed", False)
+            check_order(f"adapter {adapter!r} of experts", config.peft_version, transposed)
 
 
 def _refuse_left_out(model: LoraModel, keys: Any) -> None:

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
 from moe_nvfp4.integrations.vllm import engine, reload
@@ -56,6 +60,11 @@ class NVFP4LinearMethod(LinearMethodBase):
             raise ValueError(
                 f"{self.name}: a rank has {K} of {input_size} columns, which is not a multiple of 16, the NVFP4 block: "
                 "choose another --tensor-parallel-size"
+            )
+        if type(layer) is ColumnParallelLinear and self.name.endswith(".in_proj") and layer.tp_size > 1:
+            raise NotImplementedError(
+                f"{self.name}: vLLM splits a Mamba layer of one group over ranks by a loader for a dense linear: serve "
+                "with one rank, or quantize the original without this linear (--exclude)"
             )
         layer.input_size_per_partition = K
         self.sizes, self.columns, self.whole = list(output_partition_sizes), input_size, K == input_size

@@ -10,8 +10,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.models.utils import PPMissingLayer
 
 # transformers' names of blocks, routers and shared experts -> vLLM's, in models that do not say so to adapters
@@ -106,10 +108,15 @@ def rename(
 
 def as_loaded(adapters: dict[str, Any], model: torch.nn.Module) -> None:
     """Do to the `adapters` of linears what vLLM's loaders do to the rows of the linears, and not to adapters: of Llama
-    4's q and k, those that are rotated together become neighbours; where values are keys (Gemma 4), k is v, too.
+    4's q and k, those that are rotated together become neighbours; where values are keys (Gemma 4), k is v, too; of a
+    Mamba layer of one group each rank has those of its heads, and the group's.
 
     NotImplementedError for K2-Horizon's dense q and k, whose rows have another order, too.
     """
+    for name in [name for name in adapters if name.endswith(".in_proj")]:
+        mixer, linear = _module(model, name.rpartition(".")[0]), _module(model, name)
+        if isinstance(mixer, MambaMixer2) and type(getattr(linear, "base_layer", None)) is ColumnParallelLinear:
+            adapters[name].lora_b = _rank_by_rank(adapters[name].lora_b, mixer)
     of_attention = [name for name in adapters if name.endswith((".q_proj", ".k_proj"))]  # not warm-up's, of fused ones
     modules = [*model.named_modules()] if of_attention else []
     for prefix, owner in ((f"{name}." if name else "", module) for name, module in modules):
@@ -131,6 +138,17 @@ def as_loaded(adapters: dict[str, Any], model: torch.nn.Module) -> None:
                 adapter.lora_b = adapter.lora_b[order.to(adapter.lora_b.device)]
             for shards in (shards for theirs, shards in several.items() if f".{theirs}" in f".{name}."):
                 adapters |= {f"{parent}.{shard}_proj": adapter for shard in shards}
+
+
+def _rank_by_rank(b: Tensor, mixer: MambaMixer2) -> Tensor:
+    """Rows of a Mamba layer of one group, for gate, x, B, C and dt, in the order in which ranks take them: one has the
+    gate, x and dt of its heads, and all of B and C. `b` of a warm-up, which is a rank's alone, stays as it is."""
+    inner, state, heads = mixer.intermediate_size, mixer.ssm_state_size, mixer.num_heads
+    if len(b) != 2 * inner + 2 * state + heads:
+        return b
+    gate, x, B, C, dt = b.split([inner, inner, state, state, heads])
+    split = (part.chunk(mixer.tp_size) for part in (gate, x, dt))
+    return torch.cat([part for gate, x, dt in zip(*split, strict=True) for part in (gate, x, B, C, dt)])
 
 
 def absorbed(model: torch.nn.Module) -> set[int]:

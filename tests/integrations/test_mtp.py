@@ -34,10 +34,9 @@ def tensors_of(path):
 
 
 @pytest.fixture
-def source(tmp_path, monkeypatch):
-    """A model with two layers and a third for multi-token prediction, as GLM-4.5 has a 47th after 46."""
-    # transformers has the numbers of the published models' layers here
-    monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
+def source(tmp_path):
+    """A model with two layers and a third for multi-token prediction, as GLM-4.5 has a 47th after 46: that number is in
+    transformers' class, and this one is not."""
     make(glm4_moe).save_pretrained(tmp_path / "bf16")
     files = tensors(tmp_path / "bf16")
     files |= {k.replace(".layers.1.", ".layers.2."): t.clone() for k, t in files.items() if ".layers.1." in k}

@@ -481,6 +481,26 @@ def test_adapters_of_experts_by_an_older_peft(family, version, refused, tmp_path
         PeftModel.from_pretrained(model, tmp_path)
 
 
+def test_adapters_of_single_experts_by_an_older_peft(tmp_path):
+    """In transformers 4 each expert's linears were modules. PEFT stacks their adapters, in the order of linears."""
+    model = swap_experts(make(qwen3_moe, torch.float32), progress=False)
+    dense, files, scaling = dense_like(model), {}, 1.5
+    for name, module in dense.named_modules():
+        if name.endswith(".experts"):
+            for e in range(len(module.down_proj)):
+                gate, up = module.gate_up_proj.data[e].chunk(2)
+                for part, weight in ("gate_proj", gate), ("up_proj", up), ("down_proj", module.down_proj.data[e]):
+                    a, b = 0.1 * torch.randn(4, weight.shape[1]), 0.1 * torch.randn(len(weight), 4)
+                    weight += scaling * b @ a
+                    stem = f"base_model.model.{name}.{e}.{part}"
+                    files |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    LoraConfig(r=4, lora_alpha=6, target_modules=targets, peft_version="0.18.0").save_pretrained(tmp_path)
+    save_file(files, tmp_path / "adapter_model.safetensors")
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_version"] == "0.18.0"
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(model, tmp_path)), logits(dense), atol=1e-5, rtol=1e-5)
+
+
 def test_mixed_models_are_refused_with_the_way_out():
     """PEFT makes their layers itself."""
     mixed = get_peft_model(swapped(), LoraConfig(target_parameters=["experts.down_proj"]), mixed=True)

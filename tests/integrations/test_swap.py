@@ -10,6 +10,7 @@ from types import MethodType
 
 import pytest
 import torch
+import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
@@ -1198,3 +1199,19 @@ def test_a_model_that_is_not_all_here_is_not_dequantized(tmp_path):
     with pytest.raises(NotImplementedError, match="weights on disk or on meta is not dequantized"):
         model.dequantize()
     assert kinds(model) == before
+
+
+def test_weights_of_an_indexer_stay_dense():
+    """transformers casts x to the dtype that they have."""
+    if not hasattr(transformers, "DeepseekV32ForCausalLM"):
+        pytest.skip("this transformers does not have DeepSeek-V3.2")
+    config = transformers.DeepseekV32Config(
+        **SMALL | dict(num_key_value_heads=4), intermediate_size=96, moe_intermediate_size=48, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=0, kv_lora_rank=16, q_lora_rank=32,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, index_n_heads=4, index_head_dim=32, index_topk=16,
+    )  # fmt: skip
+    model = make(lambda: transformers.DeepseekV32ForCausalLM(config), torch.float32)
+    swap_experts(model, linears=["*self_attn*"], progress=False)
+    indexer = model.model.layers[0].self_attn.indexer
+    assert isinstance(indexer.wq_b, NVFP4Linear) and type(indexer.weights_proj) is torch.nn.Linear
+    torch.testing.assert_close(logits(model), logits(dense_like(model)), atol=1e-5, rtol=1e-5)

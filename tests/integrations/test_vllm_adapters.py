@@ -534,6 +534,34 @@ def test_rows_that_vllm_loads_in_another_way(family, tmp_path):
     same(found, by_transformers(tmp_path / "nvfp4", adapter=tmp_path / "adapter"))
 
 
+def test_rows_that_ranks_share(tmp_path):
+    """Of a Mamba layer of one group each rank has its heads' rows and all of the group's. vLLM does not load it so if
+    it is 4-bit."""
+    pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
+    from peft import LoraConfig, get_peft_model
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    from moe_nvfp4.quantize.convert import convert_checkpoint
+    from tests.integrations.test_vllm import by_transformers, same
+    from tests.integrations.vllm_engine import on_two_ranks
+
+    config = GraniteMoeHybridConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=64, shared_intermediate_size=64, num_hidden_layers=2,
+        layer_types=["mamba", "attention"], num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        num_experts_per_tok=2, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, pad_token_id=0,
+    )  # fmt: skip
+    bf16 = folder(tmp_path, lambda: GraniteMoeHybridForCausalLM(config))
+    convert_checkpoint(bf16, tmp_path / "nvfp4", progress=False)
+    targets = ["in_proj", "q_proj"]
+    config = LoraConfig(r=R, target_modules=targets, init_lora_weights=False)
+    get_peft_model(load(bf16, torch.float32), config).save_pretrained(tmp_path / "adapter")
+    options = FEW | {"lora_target_modules": targets, "tensor_parallel_size": 2}
+    adapters = [str(tmp_path / "adapter")] * 8
+    want = by_transformers(tmp_path / "nvfp4", adapter=tmp_path / "adapter")
+    for found in on_two_ranks({"mamba": (tmp_path / "nvfp4", options | {"adapters": adapters})}, tmp_path)["mamba"]:
+        same(found, want)
+
+
 def test_rows_that_vllm_reorders_in_k2_horizon():
     pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
     from moe_nvfp4.integrations.vllm.linear_adapters import as_loaded

@@ -1,6 +1,7 @@
 """4-bit linears in vLLM on a CPU, where it has no kernels for them: the numbers of this library under transformers."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -401,6 +402,24 @@ def test_rows_of_w4a4_that_ranks_would_scale_in_parts(monkeypatch):
         made("nvfp4", 32, 64)
     with pytest.raises(ValueError, match="o_proj: a rank has 24 of 48 columns.*16.*tensor-parallel-size"):
         made("bf16", 24, 48)
+
+
+def test_a_mamba_layer_of_one_group_on_ranks(monkeypatch):
+    """vLLM loads its rows as those of a dense linear."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+    from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
+
+    _without_an_engine(monkeypatch)
+    layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    torch.nn.Module.__init__(layer)
+    method = NVFP4LinearMethod("model.layers.0.mixer.in_proj", DIALECTS["modelopt"], "bf16")
+    for layer.tp_size, error in (
+        (1, nullcontext()),
+        (2, pytest.raises(NotImplementedError, match="serve with one rank")),
+    ):
+        with error:
+            method.create_weights(layer, 64, [32], 64, 64, torch.float32, None)
 
 
 @pytest.mark.parametrize("fp4", [False, True])
