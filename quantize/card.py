@@ -12,6 +12,7 @@ from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.dialects import read_config
 from moe_nvfp4.quantize.files import Checkpoint, write_text
 from moe_nvfp4.quantize.layouts.stacked import STACKS
+from moe_nvfp4.quantize.model import UnknownModel, model_config
 from moe_nvfp4.quantize.report import ConversionReport, readable_size, readable_snr
 from moe_nvfp4.quantize.verify import VerificationReport
 
@@ -34,7 +35,13 @@ CARD = """
 
 ## Use
 
-Where moe-nvfp4 is installed:
+{use}
+{cautions}
+## Error of the weights
+
+{errors}
+"""
+USE = """Where moe-nvfp4 is installed:
 
 ```
 moe-nvfp4 chat {name}
@@ -46,12 +53,12 @@ import moe_nvfp4.integrations.huggingface
 from transformers import {loader}
 
 model = {loader}.from_pretrained("{name}", dtype="auto")
-```
-{cautions}
-## Error of the weights
+```"""
+OWN_CODE = """transformers has no class of its own for this model. Where moe-nvfp4 and a vLLM that has it are installed:
 
-{errors}
-"""
+```
+moe-nvfp4 serve {name}      # an OpenAI endpoint; vLLM's --trust-remote-code runs the repository's code
+```"""
 
 
 def write_card(report: ConversionReport, source: str, folder: Path, verified: VerificationReport | None = None) -> Path:
@@ -108,7 +115,7 @@ def write_rows(
     if HUB_NAME.fullmatch(source) and not Path(source).exists():
         data["base_model"] = source
     text = CARD.format(
-        loader=_loader(folder), name=name, what=what, version=__version__,
+        use=_use(folder, name), name=name, what=what, version=__version__,
         errors=errors or f"`moe-nvfp4 verify {name} --against ORIGINAL` measures it, layer by layer.",
         source=Path(os.path.abspath(source)).name if Path(source).exists() else source,
         rows="\n".join(f"| {what} | {value} |" for what, value in rows.items()),
@@ -122,6 +129,14 @@ def write_rows(
     write_text(part, text)
     os.replace(part, card)  # whoever stops in between leaves a whole card
     return card
+
+
+def _use(folder: Path, name: str) -> str:
+    try:
+        model_config(folder)
+    except UnknownModel:
+        return OWN_CODE.format(name=name)
+    return USE.format(name=name, loader=_loader(folder))
 
 
 def _loader(folder: Path) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_nvfp4.quantize.files import Checkpoint
-from moe_nvfp4.quantize.layouts import Matrix
+from moe_nvfp4.quantize.layouts import Matrix, fp8
 from moe_nvfp4.quantize.layouts.base import Given
 from moe_nvfp4.quantize.source import quantized_layouts, quantized_weights
 
@@ -55,7 +55,7 @@ def dense_tensors(source: Checkpoint) -> dict[str, DenseTensor]:
             del left[name]
     for name, stored in left.items():
         if stored.dtype.startswith("F8"):
-            raise ValueError(f"{name} is {stored.dtype} without {name}_scale_inv: download the checkpoint again")
+            raise ValueError(fp8.UNREAD.format(name=name, dtype=stored.dtype))
         found[name] = DenseTensor(stored.shape, stored.file, stored.dtype, stored.tensor)
     return found
 

@@ -6,6 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -41,7 +42,26 @@ def model_config(folder: str | os.PathLike) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a stranger's config may raise anything
-        raise UnknownModel(f"transformers {transformers.__version__} cannot read config.json ({error})") from None
+        why = "the model's class is in its own repository, whose code is never run" if _is_own_code(error) else error
+        raise UnknownModel(f"transformers {transformers.__version__} cannot read config.json ({why})") from None
+
+
+@contextmanager
+def own_code(source: str | os.PathLike) -> Iterator[None]:
+    """Say in other words what transformers says of a model whose class is in its own repository: to trust its code."""
+    try:
+        yield
+    except ValueError as error:
+        if not _is_own_code(error):
+            raise
+        raise ValueError(
+            f"{source}: transformers does not have this model, and the code of its repository is never run. quantize "
+            "and verify take its files; a vLLM that has the model serves them"
+        ) from None
+
+
+def _is_own_code(error: Exception) -> bool:
+    return "trust_remote_code" in str(error)
 
 
 # What files hold for the experts of one module: projection (or its bias) -> expert -> what

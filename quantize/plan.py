@@ -297,7 +297,7 @@ def _quantize(draft: _Draft, empty: bool) -> None:
             draft.take(names, stem)
     for name, stored in draft.left.items() if fp8 in quantized else ():
         if stored.dtype.startswith("F8"):
-            raise ValueError(f"{name} is {stored.dtype} without {name}_scale_inv: download the checkpoint again")
+            raise ValueError(fp8.UNREAD.format(name=name, dtype=stored.dtype))
     for name in draft.left:
         stem, _, last = name.rpartition(".")
         if stem in draft.matrices and last != "bias":

@@ -18,6 +18,7 @@ from moe_nvfp4.integrations.placement import check_cpu_experts
 from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, read_config
 from moe_nvfp4.quantize.files import read_json
 from moe_nvfp4.quantize.linears import as_wanted
+from moe_nvfp4.quantize.model import own_code
 from moe_nvfp4.quantize.names import ignores_experts, names_experts
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
 from moe_nvfp4.weights import ACTIVATIONS
@@ -268,7 +269,8 @@ def checkpoint_config(
             f"MoeNvfp4Config({name}=...)"
         )
     where: dict[str, Any] = {"subfolder": subfolder, "revision": revision}
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, **where)
+    with own_code(path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **where)
     info = files_info(path, config, **where)
     if info is None:
         raise ValueError(

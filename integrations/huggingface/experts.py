@@ -473,7 +473,8 @@ def dense_forward(module: nn.Module, *args: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         logger.warning_once(
             f"{type(module).__name__} of this model are dense and run by 'grouped_mm', though the experts "
-            f"implementation is {IMPLEMENTATION!r}: swap_experts(model) makes them 4-bit"
+            f"implementation is {IMPLEMENTATION!r}: swap_experts(model) makes them 4-bit, unless they are of a layer "
+            "for multi-token prediction, which stays dense"
         )
     return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *args)
 

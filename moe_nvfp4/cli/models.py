@@ -160,8 +160,11 @@ def config_errors(source: str) -> Iterator[None]:
     """Turn any exception that transformers raises for a config.json that makes no sense to it into a ValueError."""
     import transformers
 
+    from moe_nvfp4.quantize.model import own_code
+
     try:
-        yield
+        with own_code(source):
+            yield
     except (ValueError, OSError, ImportError):
         raise
     except Exception as error:

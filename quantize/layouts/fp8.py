@@ -12,6 +12,12 @@ from moe_nvfp4.quantize.layouts.base import Experts, Matrix, experts_of
 
 # The names of the scales: of ModelOpt and compressed-tensors; of DeepSeek V3; of DeepSeek V4
 FP8_SCALES = ("weight_scale", "weight_scale_inv", "scale")
+BLOCK_SCALES = (".weight_scale_inv", ".scale", ".qscale_weight")  # the last one's are Mistral Large 4's
+
+UNREAD = (
+    "{name} is {dtype} without {name}_scale_inv or another scale that is read for such weights (those of a stack of "
+    "experts are not): download the checkpoint again, or quantize the original"
+)
 
 
 def fp8_scale(stem: str, names: Container[str]) -> str | None:
@@ -72,19 +78,31 @@ def fp8_matrix(weight: TensorSlice, scale: TensorSlice, block: tuple[int, int] |
 
 
 def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
-    """The FP8 weights of a checkpoint with scales for blocks (quant_method fp8): stem -> matrix, its tensors' names."""
-    block = source.config["quantization_config"].get("weight_block_size")
+    """The FP8 weights of a checkpoint with scales for blocks (quant_method fp8): stem -> matrix, its tensors' names.
+
+    Source of the forms: transformers' quantizer_finegrained_fp8.py. Scales may be the bytes of e8m0 (scale_fmt ue8m0);
+    an embedding has one `weight_scale`.
+    """
+    q = source.config["quantization_config"]
+    block = q.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
         raise ValueError(f"FP8 without blocks (weight_block_size {block!r}) is not read: use the original")
+    kinds = ("F32", "BF16", "F8_E8M0", *(("U8",) if q.get("scale_fmt") == "ue8m0" else ()))
     found = {}
-    for name in [n for n in left if n.endswith((".weight_scale_inv", ".scale"))]:
+    for name in [n for n in left if n.endswith((*BLOCK_SCALES, ".weight_scale"))]:
         stem, _, last = name.rpartition(".")
         weight, scale = left.get(f"{stem}.weight"), left[name]
-        if last == "scale" and (weight is None or weight.dtype != "F8_E4M3"):
+        if last in ("scale", "weight_scale") and (weight is None or weight.dtype != "F8_E4M3"):
             continue  # of a norm, or of other codes
-        if weight is None or weight.dtype != "F8_E4M3" or scale.dtype not in ("F32", "BF16", "F8_E8M0"):
-            raise ValueError(f"{name} has no F8_E4M3 {stem}.weight: a shard is missing; download it again")
-        found[stem] = fp8_matrix(weight, scale, tuple(block), stem), (f"{stem}.weight", name)
+        if weight is None:
+            raise ValueError(f"{name} has no {stem}.weight: a shard is missing; download it again")
+        if weight.dtype != "F8_E4M3" or scale.dtype not in kinds:
+            raise ValueError(
+                f"{stem}.weight is {weight.dtype} and {name} {scale.dtype}, by scale_fmt {q.get('scale_fmt')!r} in "
+                f"config.json: F8_E4M3 and {', '.join(kinds)} are read. Quantize the original"
+            )
+        whole = last == "weight_scale"
+        found[stem] = fp8_matrix(weight, scale, None if whole else (block[0], block[1]), stem), (f"{stem}.weight", name)
     return found
 
 

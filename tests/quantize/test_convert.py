@@ -467,6 +467,33 @@ def test_fp8_blocks(tmp_path):
         converted(source, tmp_path / "c")
 
 
+def test_fp8_forms_of_transformers(tmp_path):
+    """Scales of another name, or as the bytes of e8m0; an embedding with one scale."""
+    files, block, embedding = {}, 32, "model.embed_tokens.weight"
+    for name, tensor in experts(E=3, I=48, H=80).items():
+        if tensor.dim() == 2 and name != embedding:
+            files[name], files[f"{name}_scale_inv"], _ = fp8(tensor.float(), block, torch.float8_e8m0fnu)
+        else:
+            files[name] = tensor
+    files[embedding] = files[embedding].to(torch.float8_e4m3fn).bfloat16() * 0.5
+    q = {"quant_method": "fp8", "weight_block_size": [block, block], "scale_fmt": "ue8m0"}
+    want = tensors(converted(folder(tmp_path / "plain", files, {"quantization_config": q}), tmp_path / "want"))
+    table = {embedding: (files[embedding] * 2).to(torch.float8_e4m3fn), f"{embedding}_scale": torch.tensor([0.5])}
+    as_bytes = lambda t: t.view(torch.uint8) if t.dtype == torch.float8_e8m0fnu else t
+    forms = {
+        "name": {name.replace("weight_scale_inv", "qscale_weight"): t for name, t in files.items()},
+        "bytes": {name: as_bytes(t) for name, t in files.items()},
+        "embedding": files | table,
+    }
+    for form, changed in forms.items():
+        source = folder(tmp_path / form, changed, {"quantization_config": q})
+        found = tensors(converted(source, tmp_path / f"{form} made"))
+        assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want), form
+    edit_config(tmp_path / "bytes", quantization_config=q | {"scale_fmt": "float"})
+    with pytest.raises(ValueError, match=r"weight_scale_inv U8, by scale_fmt 'float' .*Quantize the original"):
+        converted(tmp_path / "bytes", tmp_path / "float")
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_mxfp4(recipe, tmp_path):

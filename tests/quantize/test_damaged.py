@@ -317,9 +317,10 @@ DAMAGED = {
     "MXFP4, a bias too short": (
         mxfp4, lambda f: f.update({f"{MXFP4}.down_proj_bias": torch.zeros(2, 32)}), {}, r"expected \[2, 64\]"),
     "MXFP4 of another family": (mxfp4, lambda f: None, {"model_type": "qwen3_moe"}, "for gpt_oss only"),
-    "FP8, a weight is missing": (fp8, lambda f: f.pop(f"{E3}.up_proj.weight"), {}, "has no F8_E4M3 .*3.up_proj.weight"),
+    "FP8, a weight is missing": (fp8, lambda f: f.pop(f"{E3}.up_proj.weight"), {}, "has no .*3.up_proj.weight"),
     "FP8, a dense weight": (
-        fp8, lambda f: f.update({f"{E3}.up_proj.weight": torch.zeros(48, 64)}), {}, "has no F8_E4M3"),
+        fp8, lambda f: f.update({f"{E3}.up_proj.weight": torch.zeros(48, 64)}), {},
+        "up_proj.weight is F32 and .*weight_scale_inv F32"),
     "FP8, an expert is missing": (
         fp8, lambda f: [f.pop(n) for n in list(f) if E3 in n], {"num_experts": 4}, "3 of 4 experts"),
     "FP8, a scale is missing": (

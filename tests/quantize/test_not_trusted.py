@@ -44,7 +44,10 @@ def test_code_of_a_checkpoint_is_not_run(command, tmp_path, monkeypatch, capsys)
     if command != "info":
         assert "not compared with the model's own list" in said.out
     else:
-        assert code == 2 and "error: " in said.err
+        assert code == 2 and "the code of its repository is never run. quantize and verify take its files" in said.err
+    if command == "quantize":
+        card = (tmp_path / "c" / "README.md").read_text()
+        assert "moe-nvfp4 serve c " in card and "chat" not in card and "from_pretrained" not in card
 
 
 def test_long_headers(tmp_path):
