@@ -59,6 +59,20 @@ def gemma4(global_head_dim=16, **sizes):
     return Gemma4ForCausalLM(config)
 
 
+def diffusion_gemma():
+    """Its encoder of text has the experts of its decoder."""
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+    text = dict(
+        **SMALL, intermediate_size=96, moe_intermediate_size=48, num_experts=4, top_k_experts=2, sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"], global_head_dim=16, num_global_key_value_heads=2,
+    )  # fmt: skip
+    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                  num_key_value_heads=2, head_dim=16, patch_size=4, position_embedding_size=64)  # fmt: skip
+    config = DiffusionGemmaConfig(text_config=text, vision_config=vision, canvas_length=8)
+    return DiffusionGemmaForBlockDiffusion(config)
+
+
 def nemotron_h(*layers, **settings):
     """Experts without a gate projection."""
     from transformers import NemotronHConfig, NemotronHForCausalLM

@@ -440,8 +440,7 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
 
     whole: Any = model
     inner, by_ids = _inside(model), reads_ids(model)
-    encodes_text = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
-    of_images = {name for name in layers if TOWER.search(name) and not encodes_text}
+    others = _rows_of_others(inner, layers)
 
     def run() -> None:
         for batch in progress_bar(batches, desc="calibrate", unit="batch", show=progress):
@@ -453,7 +452,7 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
                 check_ids(batch, inner.config)
             inputs = {key: v.to(whole.device) if isinstance(v, Tensor) else v for key, v in inputs.items()}
             called = by_ids if isinstance(batch, Tensor) else model
-            with _without_padding(layers, inputs.get("attention_mask"), of_images):
+            with _without_padding(layers, inputs.get("attention_mask"), others):
                 called(**inputs)
 
     with evaluating(model), torch.no_grad():
@@ -464,15 +463,24 @@ def calibrate(model: Model, batches: Iterable[Tensor | Mapping[str, Tensor]], pr
     return model
 
 
+def _rows_of_others(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those of `names` of the layers of `model` whose rows are not the positions of attention_mask: those of towers,
+    and of a decoder beside an encoder of text, which has inputs of its own (DiffusionGemma)."""
+    encodes_text = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    decodes = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    towers = {n for n in names if TOWER.search(n.replace("encoder.language_model.", "")) and not encodes_text}
+    return towers | {n for n in names if decodes and "decoder" in n.split(".")}
+
+
 @contextmanager
-def _without_padding(layers: Mapping[str, nn.Module], mask: Tensor | None, of_images: Container[str]) -> Iterator[None]:
+def _without_padding(layers: Mapping[str, nn.Module], mask: Tensor | None, others: Container[str]) -> Iterator[None]:
     """While a model runs, make rows of padding zeros, and unrouted, before 4-bit `layers`, so that no largest magnitude
-    is theirs; and likewise rows whose routing weights are 0. mask: [B, T], 0 for padding, or None; of_images: names of
-    layers whose rows are no tokens. Warns of others that get a part of the tokens."""
+    is theirs; and likewise rows whose routing weights are 0. mask: [B, T], 0 for padding, or None; others: names of
+    layers whose rows are not those of the mask. Warns of others that get a part of the tokens."""
     real = mask.flatten() != 0 if mask is not None and mask.dim() == 2 and not mask.all() else None
 
     def kept(name: str, rows: int, device: torch.device) -> Tensor:
-        if real is None or name in of_images:
+        if real is None or name in others:
             return torch.ones(rows, dtype=torch.bool, device=device)
         if rows % len(real):  # ERNIE 4.5 VL: those of text, without an image's
             warnings.warn(

@@ -144,9 +144,11 @@ class Checkpoint:
     @property
     def layers(self) -> int | None:
         """num_hidden_layers of the model that has experts: in the config, the largest of the parts that name experts (a
-        tower may have more layers, as Step-3.7's), or else of all; None: there is none."""
+        tower may have more layers, as Step-3.7's), or else of all; None: there is none. Of Nemotron-H transformers
+        saves a list of the layers in its place."""
         of_experts = (c for c in sub_configs(self.config) if any(re.fullmatch(EXPERT_COUNTS, key) for key in c))
-        found = {n for c in of_experts if type(n := c.get("num_hidden_layers")) is int}
+        counts = (c.get("num_hidden_layers", len(c.get("layers_block_type") or "") or None) for c in of_experts)
+        found = {n for n in counts if type(n) is int}
         return max(found or sizes(self.config, "num_hidden_layers"), default=None)
 
     def state(self) -> list:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -22,7 +23,7 @@ from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.common import relative_error
 from tests.folders import is_expert, is_linear, quantized
-from tests.models import IDS, gpt_oss, llama4, make, mixtral, nemotron_h, qwen3_moe, tensors
+from tests.models import IDS, diffusion_gemma, gpt_oss, llama4, make, mixtral, nemotron_h, qwen3_moe, tensors
 
 PROMPTS = [IDS, torch.tensor([[5, 6, 7]]), {"input_ids": torch.tensor([[9, 1, 30, 31], [8, 8, 2, 1]])}]
 
@@ -297,6 +298,26 @@ def test_rows_that_are_no_tokens_are_no_padding():
             layers["model.layers.0.text"](torch.ones(12, 4))
     assert seen["model.visual.fc"].all() and seen["model.layers.0.text"].all()
     assert torch.equal(seen["model.layers.0.fc"], mask.bool())
+
+
+def test_padding_of_an_encoder_of_text():
+    """DiffusionGemma's decoder has inputs of its own, here as many as the prompt has positions."""
+    if not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"):
+        pytest.skip("this transformers does not have DiffusionGemma")
+    models = [swap_experts(make(diffusion_gemma, torch.float32), progress=False) for _ in range(2)]
+    prompts = torch.tensor([[5, 6, 7]]), torch.tensor([[9, 1, 30, 31, 8, 22, 2, 1]])
+    canvas = torch.arange(16).view(2, 8) + 40
+    padded, mask = torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long)
+    for i, prompt in enumerate(prompts):
+        padded[i, 8 - prompt.shape[1] :], mask[i, 8 - prompt.shape[1] :] = prompt[0], 1
+    decoder_mask = torch.cat([mask, torch.ones_like(canvas)], dim=1)
+    calibrate(models[0], [dict(input_ids=padded, attention_mask=mask, decoder_input_ids=canvas,
+                               decoder_attention_mask=decoder_mask)], progress=False)  # fmt: skip
+    alone = [dict(input_ids=p, decoder_input_ids=canvas[i : i + 1]) for i, p in enumerate(prompts)]
+    calibrate(models[1], alone, progress=False)
+    found, want = ({n: p for n, p in m.named_parameters() if n.endswith("_input_scale")} for m in models)
+    assert len(want) == 8
+    torch.testing.assert_close(found, want, atol=0, rtol=1e-4)
 
 
 def test_a_towers_scales_count_all_patches():

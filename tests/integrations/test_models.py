@@ -39,6 +39,7 @@ from tests.models import (
     as_bytes,
     dbrx,
     deepseek,
+    diffusion_gemma,
     folder,
     gpt_oss,
     granite,
@@ -395,16 +396,7 @@ def test_layers_with_another_number_of_experts(tmp_path):
 def test_experts_that_are_tied(tmp_path):
     """DiffusionGemma's text encoder has the experts of its decoder. Codes were tied without their scales: a model that
     was loaded was saved without the encoder's codes, and transformers put any numbers into scales that files lack."""
-    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
-
-    text = dict(
-        **SMALL, intermediate_size=96, moe_intermediate_size=48, num_experts=4, top_k_experts=2, sliding_window=32,
-        layer_types=["sliding_attention", "full_attention"], global_head_dim=16, num_global_key_value_heads=2,
-    )  # fmt: skip
-    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-                  num_key_value_heads=2, head_dim=16, patch_size=4, position_embedding_size=64)  # fmt: skip
-    config = DiffusionGemmaConfig(text_config=text, vision_config=vision, canvas_length=8)
-    model = make(lambda: DiffusionGemmaForBlockDiffusion(config), torch.float32)
+    model = make(diffusion_gemma, torch.float32)
     kind = type(model)
 
     def experts(model):

@@ -419,6 +419,16 @@ def test_a_gpu_writes_the_same_bytes(recipe, split, tmp_path):
                converted(split[0], tmp_path / "cuda", recipe=recipe, device="cuda"))  # fmt: skip
 
 
+def test_layers_of_a_model_beside_a_tower(tmp_path):
+    """As transformers saves Nemotron 3 Nano Omni, whose config has a list in place of num_hidden_layers: those beyond
+    the tower's were taken for multi-token prediction, and stayed dense."""
+    text = {"n_routed_experts": 4, "layers_block_type": ["moe", "attention", "moe"]}
+    config = {"text_config": text, "vision_config": {"num_hidden_layers": 2}, "num_hidden_layers": None}
+    files = {f"language_model.{name}": tensor for name, tensor in experts(layers=3).items()}
+    report = convert_checkpoint(folder(tmp_path / "a", files, config), tmp_path / "b", progress=False)
+    assert report.quantized == 3 * 4 * 3 and not report.skipped
+
+
 # ---------------------------------------------------------------- FP8 and MXFP4
 def fp8(dense, block, dtype=torch.float32):
     """e4m3 codes with one scale of a given dtype for each block, computed in the plainest way."""
