@@ -187,8 +187,9 @@ class ModelTensors:
             return f"it is no part of {self.name}"
         if module not in self._linears:
             return f"{self.name} has no nn.Linear there, but a module that may do more than one product"
+        rearranged = tuple(f".{target}" for target in self._rearranged(weight))
         ends = f".{weight}", f".{module}"  # converters name the weight, or all tensors of the module
-        if pattern is not None or any(end.endswith(f".{target}") for target in self._rearranged() for end in ends):
+        if pattern is not None or any(end.endswith(rearranged) for end in ends):
             return f"{self.name} rearranges it while it loads, which is not known here"
         if not self.renames_module(stem):
             return f"{self.name} renames its weight alone, and would not find the scales beside it"
@@ -201,9 +202,13 @@ class ModelTensors:
         lasts = ("weight", "weight_scale", "input_scale")  # a renaming of "x.weight" may take "x.weight_scale", too
         return len({self.renamed(f"{stem}.{last}").rpartition(".")[0] for last in lasts}) == 1
 
-    def _rearranged(self) -> Iterator[str]:
-        """The ends of the names of tensors that converters make."""
+    def _rearranged(self, weight: str) -> Iterator[str]:
+        """The ends of the names of tensors that converters make, of those converters that are for the module which has
+        `weight`: a part of a model may have its own."""
         for converter in self._converters:
+            scope = getattr(converter, "scope_prefix", None)
+            if scope and not weight.removeprefix(f"{converter.base_model_prefix}.").startswith(f"{scope}."):
+                continue
             yield from (target.replace("\\", "").lstrip(".") for target in converter._original_target_patterns)
 
     def reached(self, names: Iterable[str], converted: Collection[str] = ()) -> set[str]:

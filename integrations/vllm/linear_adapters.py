@@ -6,6 +6,7 @@ vLLM by itself leaves out what it finds no module for.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase
-from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.models.utils import PPMissingLayer
 
 # transformers' names of blocks, routers and shared experts -> vLLM's, in models that do not say so to adapters
@@ -44,6 +44,7 @@ def check_adapters() -> None:
             self.is_ours = any(hasattr(module, "nvfp4") for module in self.model.modules())
             if self.is_ours:
                 use_adapters(self.model, self.modules.values())
+                split_rows(self.modules, self.model)
             self.absorbed = absorbed(self.model)
 
         def _create_merged_loras_inplace(self, lora_model) -> None:
@@ -84,6 +85,38 @@ def use_adapters(model: torch.nn.Module, adapted: Iterable[torch.nn.Module]) -> 
             setattr(model.get_submodule(parent), last, by_base[id(module)])
 
 
+def split_rows(adapted: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """Have a rank take those rows of an adapter's B that vLLM's loader gave it of the linear: by itself vLLM's LoRA
+    takes a fused linear in one piece for two of one size (Qwen3-Next's in_proj_qkvz), and a Mamba layer of one group,
+    whose rows for the group all ranks have, for one piece (Granite 4's in_proj).
+
+    adapted  the linears with adapters, by their names in `model`
+    """
+    from vllm.lora.layers import ColumnParallelLinearWithLoRA, ColumnParallelLinearWithShardedLoRA
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    for name, module in adapted.items():
+        if type(module) not in (ColumnParallelLinearWithLoRA, ColumnParallelLinearWithShardedLoRA):
+            continue
+        linear, mixer = module.base_layer, _module(model, name.rpartition(".")[0])
+        sizes, of_all = getattr(linear, "output_sizes", [linear.output_size]), ()
+        if isinstance(mixer, MambaMixer2) and type(linear) is ColumnParallelLinear:
+            inner, state = mixer.intermediate_size, mixer.ssm_state_size  # rows of gate and x; of B and C
+            sizes, of_all = [inner, inner, state, state, mixer.num_heads], (2, 3)
+        module.slice_lora_b = partial(_rows, name, sizes, of_all, module)
+
+
+def _rows(name: str, sizes: list[int], of_all: Collection[int], module: Any, b: Tensor) -> Tensor:
+    """A rank's rows of the factor `b` of a linear that is several of these sizes, those of_all whole."""
+    if len(b) == module.output_size:  # of a warm-up, which makes a rank's alone; or there is one rank
+        return b
+    if len(b) != sum(sizes):
+        raise ValueError(f"this LoRA adapter has {len(b)} rows for {name}, which has {sum(sizes)}: it is of another "
+                         "model")  # fmt: skip
+    parts = enumerate(b.split(sizes))
+    return torch.cat([part if i in of_all else part.chunk(module.tp_size)[module.tp_rank] for i, part in parts])
+
+
 def rename(
     adapters: dict[str, Any], model: torch.nn.Module, adapted: Mapping[str, torch.nn.Module], parts: Collection[str]
 ) -> None:
@@ -108,15 +141,10 @@ def rename(
 
 def as_loaded(adapters: dict[str, Any], model: torch.nn.Module) -> None:
     """Do to the `adapters` of linears what vLLM's loaders do to the rows of the linears, and not to adapters: of Llama
-    4's q and k, those that are rotated together become neighbours; where values are keys (Gemma 4), k is v, too; of a
-    Mamba layer of one group each rank has those of its heads, and the group's.
+    4's q and k, those that are rotated together become neighbours; where values are keys (Gemma 4), k is v, too.
 
     NotImplementedError for K2-Horizon's dense q and k, whose rows have another order, too.
     """
-    for name in [name for name in adapters if name.endswith(".in_proj")]:
-        mixer, linear = _module(model, name.rpartition(".")[0]), _module(model, name)
-        if isinstance(mixer, MambaMixer2) and type(getattr(linear, "base_layer", None)) is ColumnParallelLinear:
-            adapters[name].lora_b = _rank_by_rank(adapters[name].lora_b, mixer)
     of_attention = [name for name in adapters if name.endswith((".q_proj", ".k_proj"))]  # not warm-up's, of fused ones
     modules = [*model.named_modules()] if of_attention else []
     for prefix, owner in ((f"{name}." if name else "", module) for name, module in modules):
@@ -138,17 +166,6 @@ def as_loaded(adapters: dict[str, Any], model: torch.nn.Module) -> None:
                 adapter.lora_b = adapter.lora_b[order.to(adapter.lora_b.device)]
             for shards in (shards for theirs, shards in several.items() if f".{theirs}" in f".{name}."):
                 adapters |= {f"{parent}.{shard}_proj": adapter for shard in shards}
-
-
-def _rank_by_rank(b: Tensor, mixer: MambaMixer2) -> Tensor:
-    """Rows of a Mamba layer of one group, for gate, x, B, C and dt, in the order in which ranks take them: one has the
-    gate, x and dt of its heads, and all of B and C. `b` of a warm-up, which is a rank's alone, stays as it is."""
-    inner, state, heads = mixer.intermediate_size, mixer.ssm_state_size, mixer.num_heads
-    if len(b) != 2 * inner + 2 * state + heads:
-        return b
-    gate, x, B, C, dt = b.split([inner, inner, state, state, heads])
-    split = (part.chunk(mixer.tp_size) for part in (gate, x, dt))
-    return torch.cat([part for gate, x, dt in zip(*split, strict=True) for part in (gate, x, B, C, dt)])
 
 
 def absorbed(model: torch.nn.Module) -> set[int]:

@@ -30,6 +30,11 @@ from moe_nvfp4.weights import is_quantized
 KINDS = ("weight", "sf", "global_scale", "input_scale")
 
 
+# Models of vLLM that look for a tensor's name elsewhere unless a loader says that it has taken it. (Others ask for each
+# copy of an expert.)
+TAKES_FALSE_FOR_ANOTHER_NAME = ("GraniteMoeHybridForCausalLM",)
+
+
 class MoeNvfp4Method(FusedMoEMethodBase):
     """Runs the experts of `layer`, from NVFP4 files in `dialect`; if that is None, quantized as they are read."""
 
@@ -132,7 +137,7 @@ class MoeNvfp4Method(FusedMoEMethodBase):
             self.drops |= gpt_oss
             e = -1 if gpt_oss else engine.local_expert(layer, expert_id)
             if e < 0 and not gpt_oss:  # of another rank; it may come when this one's layer is complete
-                return False if return_success else None
+                return self.model in TAKES_FALSE_FOR_ANOTHER_NAME if return_success else None
             again = reload.is_announced(param)
             if again and self.loader is None:
                 self.loader = self.new_loader(layer.nvfp4.down_proj.device)

@@ -535,8 +535,7 @@ def test_rows_that_vllm_loads_in_another_way(family, tmp_path):
 
 
 def test_rows_that_ranks_share(tmp_path):
-    """Of a Mamba layer of one group each rank has its heads' rows and all of the group's. vLLM does not load it so if
-    it is 4-bit."""
+    """Of a Mamba layer of one group each rank has its heads' rows and all of the group's."""
     pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
     from peft import LoraConfig, get_peft_model
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
@@ -558,8 +557,34 @@ def test_rows_that_ranks_share(tmp_path):
     options = FEW | {"lora_target_modules": targets, "tensor_parallel_size": 2}
     adapters = [str(tmp_path / "adapter")] * 8
     want = by_transformers(tmp_path / "nvfp4", adapter=tmp_path / "adapter")
-    for found in on_two_ranks({"mamba": (tmp_path / "nvfp4", options | {"adapters": adapters})}, tmp_path)["mamba"]:
-        same(found, want)
+    forms = {"tensors": options | {"adapters": adapters}}
+    forms["experts"] = forms["tensors"] | {"enable_expert_parallel": True}
+    ranks = on_two_ranks({form: (tmp_path / "nvfp4", given) for form, given in forms.items()}, tmp_path)
+    for form in forms:
+        for found in ranks[form]:
+            same(found, want)
+
+
+def test_rows_of_fused_linears_on_ranks():
+    """Each rank's are those that the linear's own loader takes."""
+    pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
+    from vllm.lora.layers import ColumnParallelLinearWithLoRA
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    from moe_nvfp4.integrations.vllm.linear_adapters import split_rows
+
+    for sizes, rows in (([12], [6, 7, 8, 9, 10, 11]), ([6, 6], [3, 4, 5, 9, 10, 11]), ([8, 4], [4, 5, 6, 7, 10, 11])):
+        module, linear = (kind.__new__(kind) for kind in (ColumnParallelLinearWithLoRA, MergedColumnParallelLinear))
+        for made in (module, linear):
+            torch.nn.Module.__init__(made)
+        linear.output_sizes, linear.output_size = sizes, 12
+        module.base_layer, module.tp_rank, module.tp_size, module.output_size = linear, 1, 2, 6
+        split_rows({"in_proj": module}, torch.nn.Module())
+        b = torch.arange(12.0)[:, None].expand(-1, R)
+        assert torch.equal(module.slice_lora_b(b), b[rows])
+        assert len(module.slice_lora_b(b[:6])) == 6  # of a warm-up
+        with pytest.raises(ValueError, match="has 10 rows for in_proj, which has 12"):
+            module.slice_lora_b(b[:10])
 
 
 def test_rows_that_vllm_reorders_in_k2_horizon():
