@@ -51,7 +51,7 @@ class MergingLayer:
 
     def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any) -> None:
         """Add an adapter: the first one, which the layer is made with, and each later one."""
-        _check(config)
+        _check(config, self)
         super().update_layer(adapter_name, *args, config=config, **kwargs)  # type: ignore[misc]
 
     def _merged(self, adapters: list[str]) -> dict[str, Tensor]:
@@ -445,12 +445,16 @@ def _refuse_between_processes(layer: nn.Module) -> None:
         )
 
 
-def _check(config: LoraConfig) -> None:
+def _check(config: LoraConfig, layer: MergingLayer) -> None:
     """NotImplementedError for options that need the dense weights, or that merging would lose."""
-    if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+    found = config.init_lora_weights
+    if found == "eva" and not isinstance(layer, LoraLinear):
+        raise NotImplementedError("init_lora_weights='eva' starts from a linear's inputs, and experts are several: use "
+                                  "True or 'gaussian' for them")  # fmt: skip
+    if isinstance(found, str) and found not in ("gaussian", "eva"):
         raise NotImplementedError(
-            f"init_lora_weights={config.init_lora_weights!r} starts from dense weights, which 4-bit layers do not "
-            "have: use True or 'gaussian'"
+            f"init_lora_weights={found!r} starts from dense weights, which 4-bit layers do not have: use True or "
+            "'gaussian'"
         )
     for field in ("lora_bias", "fan_in_fan_out"):
         if getattr(config, field):

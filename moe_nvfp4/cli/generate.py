@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> None:
         said["bf16"] = _answer(args, dense, tokenizer)
         del dense
     model, tokenizer = load_to_answer(args)
+    if tokenizer.chat_template is None and not args.raw:
+        note(f"note: {args.model} has no chat template (chat_template.jinja): the prompt is continued, as with --raw")
     note("\n4-bit experts:" if args.bf16 else "")
     said["4-bit" if args.bf16 else "speed"] = _answer(args, model, tokenizer)
     before, after = expert_bytes(model)
@@ -61,6 +63,8 @@ def run(args: argparse.Namespace) -> None:
         if it.tokens > 1:
             note(f"{name + ':':8s} {it.speed:.1f} tokens/s over {it.tokens} tokens, "
                 f"first token after {it.first:.2f} s ({it.prompt} tokens of prompt), on {model.device}")  # fmt: skip
+        else:
+            note(f"{name + ':':8s} none: the answer has one token, which may be the end")
     if after:  # some files have only 4-bit linears
         smaller = f"{before / after:.2f}x smaller"
         note(f"experts: {readable_size(before)} in bf16, {readable_size(after)} in NVFP4 ({smaller})")

@@ -30,10 +30,20 @@ def test_generate_says_the_same_by_graphs(folder, request, monkeypatch, capsys):
     for n, free in ((4, 0), (4, 1 << 30), (1, 1 << 30)):
         monkeypatch.setattr(answers, "_free_memory", lambda device, free=free: free)
         torch.manual_seed(0)
-        run("generate", folder, "--prompt", "Hello", "--max-new-tokens", n, "--temperature", 1, "--device", "cpu")
+        hot = ("--temperature", 1, "--device", "cpu")
+        run("generate", folder, "--raw", "--prompt", "Hello", "--max-new-tokens", n, *hot)
         said.append(capsys.readouterr().out.splitlines()[1])
     assert said[0] == said[1] and said[1].startswith(said[2])
     assert counts == {"captured": 1, "replayed": 2}
+
+
+def test_a_prompt_without_a_chat_template(folder, capsys):
+    """A download may lack the file, and the model then answers nothing, or anything."""
+    for more, asked in ([], True), (["--raw"], False):
+        run("generate", folder, "--prompt", "Hello", "--max-new-tokens", 1, "--device", "cpu", *more)
+        said = capsys.readouterr().out
+        assert (f"note: {folder} has no chat template" in said) == asked
+        assert "none: the answer has one token" in said
 
 
 def test_a_prompt_of_no_tokens(folder, tmp_path, capsys):

@@ -16,6 +16,7 @@ from peft import (  # noqa: E402
     PeftModel,
     PeftType,
     get_peft_model,
+    initialize_lora_eva_weights,
 )  # fmt: skip
 from peft.tuners import lora  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
@@ -456,7 +457,7 @@ def test_what_is_refused_by_name(settings, error, message):
     [
         (dict(lora_bias=True), "lora_bias=False only"),  # merging would lose the bias
         (dict(fan_in_fan_out=True), "fan_in_fan_out=False only"),
-        (dict(init_lora_weights="eva"), "starts from dense weights"),
+        (dict(init_lora_weights="pissa"), "starts from dense weights"),
         (dict(init_lora_weights="orthogonal"), "starts from dense weights"),
     ],
 )
@@ -465,6 +466,22 @@ def test_later_adapters_are_refused_like_the_first(target, settings, message):
     model = get_peft_model(swapped(linears="attention"), LoraConfig(**plain))
     with pytest.raises(NotImplementedError, match=message):
         model.add_adapter("later", LoraConfig(**plain | settings))
+
+
+def test_adapters_that_start_from_inputs():
+    """EVA's are those of the dense model, up to signs."""
+    model = swapped(linears="attention")
+    batches = [{"input_ids": torch.randint(3, 90, (2, 12))} for _ in range(4)]
+    found = []
+    for start in (dense_like(model), model):
+        adapted = get_peft_model(start, LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights="eva"))
+        torch.manual_seed(0)
+        initialize_lora_eva_weights(adapted, batches)
+        found.append({name: p.detach().abs() for name, p in adapted.named_parameters() if "lora_A" in name})
+    assert len(found[1]) == 4
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-3)
+    with pytest.raises(NotImplementedError, match="'eva' starts from a linear's inputs, and experts are several"):
+        get_peft_model(swapped(), LoraConfig(target_parameters=["experts.down_proj"], init_lora_weights="eva"))
 
 
 @pytest.mark.parametrize(("family", "version", "refused"), [
