@@ -186,7 +186,7 @@ def main() -> None:
         whole = Metrics(len(kls), 0.0, kls.mean().item(), 0.0, kls, lengths)
         top1 = sum(metrics.top1 * metrics.tokens for metrics, _ in found.values()) / len(kls)
         changed = sum(share * metrics.tokens for metrics, share in found.values()) / len(kls)
-        interval = "{:.4f}-{:.4f}".format(*whole.kl_interval)
+        interval = "{:.4f}-{:.4f}".format(*whole.kl_interval) if whole.kl_interval else "-"
         print(f"{label:34s}{whole.kl:9.4f}{interval:>16s}{whole.kl_median:8.4f}{whole.kl_trimmed:8.4f}{top1:7.1%}"
               + f"{changed:8.2%}  " + "  ".join(f"{m.kl:.4f} ({m.perplexity:.2f})" for m, _ in found.values())
               + f"  {seconds:.0f} s  " + " ".join(f"{error:.4f}" for error in errors),

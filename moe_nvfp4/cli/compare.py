@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
                 labels[name],
                 f"{of.perplexity:.3f}",
                 f"{of.kl:.5f}",
-                "{:.5f} to {:.5f}".format(*of.kl_interval),
+                "{:.5f} to {:.5f}".format(*of.kl_interval) if of.kl_interval else "-",
                 f"{of.kl_median:.5f}",
                 f"{of.top1:.2%}",
             ]

@@ -1,6 +1,5 @@
 """Metrics against a loop over tokens in Python floats, against transformers' own loss, and by hand."""
 
-import itertools
 import math
 from types import SimpleNamespace
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from moe_nvfp4 import evaluate as evaluation
-from moe_nvfp4.evaluate import Metrics, evaluate
+from moe_nvfp4.evaluate import Metrics, evaluate, students_t
 from tests.models import make, qwen3_moe
 
 VOCABULARY = 11
@@ -61,29 +60,24 @@ def test_against_a_loop(dtype, step, monkeypatch):
     assert (found["original"].kl, found["original"].top1) == (0, 1) and 0 < found["near"].kl < found["far"].kl
 
 
-def test_intervals_are_those_of_a_loop():
-    """Over all 4^4 ways to draw four windows out of four; and many windows have the normal distribution's."""
-    kls = torch.tensor([0.1, 0.3, 0.2, 0.2, 0.2, 0.9, 0.4])
-    lengths = (2, 3, 1, 1)
-    metrics = Metrics(7, 0.0, kls.mean().item(), 0.0, kls, lengths)
-    parts = [part.tolist() for part in kls.split(list(lengths))]
-    means = []
-    for drawn in itertools.product(parts, repeat=4):
-        values = [value for part in drawn for value in part]
-        means.append(sum(values) / len(values))
-    means.sort()
-    # 2.5 % of 256 are 6.4 of them; draws are random, so one of the values beside it is right, too
-    low, high = metrics.kl_interval
-    assert min(means[4:10]) - 1e-6 <= low <= max(means[4:10]) + 1e-6
-    assert min(means[-10:-4]) - 1e-6 <= high <= max(means[-10:-4]) + 1e-6
-    assert metrics.kl_interval == (low, high)
+def test_intervals():
+    """By hand in float64, for windows of several lengths; they hold the truth as often as they say."""
+    windows = [[0.1, 0.3], [0.2, 0.2, 0.2], [0.9], [0.4]]
+    kls = torch.tensor([kl for window in windows for kl in window])
+    metrics = Metrics(7, 0.0, kls.mean().item(), 0.0, kls, tuple(map(len, windows)))
+    kl = math.fsum(kls.tolist()) / 7
+    spread = math.fsum((math.fsum(window) - kl * len(window)) ** 2 for window in windows)
+    reach = 3.182446 * math.sqrt(4 / 3 * spread) / 7  # the point of t with 3 degrees of freedom, from a table
+    assert kl < reach and metrics.kl_interval == (0.0, pytest.approx(kl + reach, rel=5e-3))
+    assert Metrics(2, 0.0, 0.0, 0.0, kls[:2], (1, 1)).kl_interval is None
 
-    kls = torch.randn(400, generator=torch.Generator().manual_seed(0)) * 0.01 + 0.1
-    low, high = Metrics(400, 0.0, 0.0, 0.0, kls, (1,) * 400).kl_interval
-    mean, error = kls.mean().item(), kls.std().item() / 20
-    assert [low, high] == pytest.approx([mean - 1.96 * error, mean + 1.96 * error], abs=0.2 * error)
-    low, high = Metrics(3, 0.0, 0.0, 0.0, kls[:3], (3,)).kl_interval
-    assert low == high == pytest.approx(kls[:3].mean().item(), rel=1e-6)
+    for freedom, point in ((2, 4.302653), (5, 2.570582), (11, 2.200985), (47, 2.011741), (10000, 1.960201)):
+        assert students_t(freedom) == pytest.approx(point, rel=1e-2 if freedom == 2 else 1e-3)
+    draws, held = torch.randn(500, 6, generator=torch.Generator().manual_seed(0)) * 0.01 + 0.1, 0
+    for drawn in draws:
+        low, high = Metrics(6, 0.0, 0.0, 0.0, drawn, (1,) * 6).kl_interval
+        held += low <= 0.1 <= high
+    assert 460 <= held <= 490
 
 
 def test_by_hand():
