@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
 
 # transformers' names of blocks, routers and shared experts -> vLLM's, in models that do not say so to adapters
@@ -32,7 +34,7 @@ def check_adapters() -> None:
     has inside of other products, and answers with the rest."""
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager  # takes a second to import
 
-    before = LRUCacheWorkerLoRAManager._manager_cls
+    before, load = LRUCacheWorkerLoRAManager._manager_cls, LRUCacheWorkerLoRAManager._load_adapter
     if hasattr(before, "refuses"):
         return
 
@@ -48,6 +50,8 @@ def check_adapters() -> None:
             self.absorbed = absorbed(self.model)
 
         def _create_merged_loras_inplace(self, lora_model) -> None:
+            if hasattr(lora_model, "is_checked"):
+                return
             if self.is_pooling_model:  # it may be a base model's adapter, whose names have no `model.`
                 own = {f"model.{name}": name for name in lora_model.loras if name.startswith("layers.")}
                 lora_model.loras |= {name: lora_model.loras.pop(theirs) for name, theirs in own.items()}
@@ -72,7 +76,61 @@ def check_adapters() -> None:
                     f"them: {why}"
                 )
 
-    LRUCacheWorkerLoRAManager._manager_cls = Manager
+    def _load_adapter(self: Any, lora_request: Any) -> Any:
+        """`load`, with all that may be refused: vLLM then puts the adapter in the place of one of its name."""
+        lora_model, manager = load(self, lora_request), self._adapter_manager
+        if hasattr(manager, "take"):  # what is for experts
+            manager.take(lora_model, lora_request)
+        if getattr(manager, "is_ours", False):
+            manager._create_merged_loras_inplace(lora_model)
+            check_sizes(lora_model.loras, manager.modules)
+            lora_model.is_checked = True
+        return lora_model
+
+    LRUCacheWorkerLoRAManager._manager_cls, LRUCacheWorkerLoRAManager._load_adapter = Manager, _load_adapter
+
+
+def check_sizes(adapters: Mapping[str, Any], adapted: Mapping[str, Any]) -> None:
+    """ValueError (NotImplementedError for a part that vLLM does not take alone) for factors of other sizes than the
+    linears, embeddings and heads `adapted`, by name, have. vLLM
+    copies those that are smaller into a part of its own."""
+    for name, module in adapted.items():
+        if name not in adapters or not hasattr(module, "base_layer"):
+            continue
+        found, base = adapters[name], module.base_layer
+        if isinstance(base, LinearBase):
+            columns, rows = base.input_size, _sizes(module)
+        elif isinstance(base, VocabParallelEmbedding):
+            columns, rows = base.org_vocab_size, [base.embedding_dim]
+        elif isinstance(base, LogitsProcessor):
+            columns, rows = module.hidden_size, [base.org_vocab_size]
+        else:  # experts, which are checked with their own sizes
+            continue
+        pairs = [pair if isinstance(pair, list) else [pair] for pair in (found.lora_a, found.lora_b)]
+        parts = len(pairs[0])
+        if 1 < parts < len(rows) and None in pairs[0]:
+            raise NotImplementedError(
+                f"this LoRA adapter changes a part of {name}, and vLLM takes one of all of its {parts} parts: serve it "
+                "with transformers (PEFT)"
+            )
+        rows = rows if parts == len(rows) else [sum(rows)] if parts == 1 else [None] * parts
+        for a, b, size in zip(*pairs, rows, strict=True):
+            if a is not None and (a.shape[1] != columns or size not in (None, len(b)) or len(a) != b.shape[1]):
+                raise ValueError(
+                    f"this LoRA adapter has {list(a.shape)} and {list(b.shape)} for {name}, whose columns and rows are "
+                    f"{columns} and {size}: it is of another model, or damaged"
+                )
+
+
+def _sizes(module: Any) -> list[int]:
+    """The rows, on all ranks, of each of the linears that the adapted linear `module` is."""
+    linear = module.base_layer
+    if isinstance(linear, QKVParallelLinear):
+        heads = linear.total_num_heads, linear.total_num_kv_heads, linear.total_num_kv_heads
+        return [n * size for n, size in zip(heads, (*[linear.head_size] * 2, linear.v_head_size), strict=True)]
+    if isinstance(rows := getattr(module, "slice_lora_b", None), partial):  # of `split_rows`
+        return rows.args[1]
+    return getattr(linear, "output_sizes", [linear.output_size])
 
 
 def use_adapters(model: torch.nn.Module, adapted: Iterable[torch.nn.Module]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -165,30 +165,21 @@ def install() -> None:
                 for module in self.experts.values():
                     module.in_use = in_use
 
+        def take(self, lora_model: LoRAModel, lora_request: LoRARequest) -> None:
+            """Bring what the adapter of a request has for experts into the form of `ExpertsWithLoRA`."""
+            folder = utils.get_adapter_absolute_path(lora_request.lora_path)
+            said = json.loads(Path(folder, "adapter_config.json").read_text("utf-8"))
+            check_config(said, folder)
+            patterns = said.get("rank_pattern") or said.get("alpha_pattern")
+            _rename(lora_model.loras, self.experts)
+            for name, module in self.experts.items():
+                both = module.method.share.gated and f"{name}.base_layer" in lora_model.loras
+                if patterns and name in lora_model.loras and not both:
+                    raise NotImplementedError(
+                        f"adapter {folder!r}: {patterns}, and its tensors of {name} do not say which one of the "
+                        "experts' parameters they are of (vLLM takes them for down_proj, and a second for "
+                        "gate_up_proj): serve it with transformers (PEFT)"
+                    )
+                module.take(lora_model.loras, name, folder, said.get("peft_version"))
+
     LRUCacheWorkerLoRAManager._manager_cls = Manager
-    LRUCacheWorkerLoRAManager._load_adapter = _loading(LRUCacheWorkerLoRAManager._load_adapter)
-
-
-def _loading(load: Callable[..., LoRAModel]) -> Callable[..., LoRAModel]:
-    """`load`, which reads the adapter of a request, with what is for experts in the form of `ExpertsWithLoRA`."""
-
-    def _load_adapter(self: LRUCacheWorkerLoRAManager, lora_request: LoRARequest) -> LoRAModel:
-        model, manager = load(self, lora_request), self._adapter_manager
-        folder = utils.get_adapter_absolute_path(lora_request.lora_path)
-        said = json.loads(Path(folder, "adapter_config.json").read_text("utf-8"))
-        check_config(said, folder)
-        patterns = said.get("rank_pattern") or said.get("alpha_pattern")
-        experts = getattr(manager, "experts", {})  # none where a manager was made before `install`
-        _rename(model.loras, experts)
-        for name, module in experts.items():
-            both = module.method.share.gated and f"{name}.base_layer" in model.loras
-            if patterns and name in model.loras and not both:
-                raise NotImplementedError(
-                    f"adapter {folder!r}: {patterns}, and its tensors of {name} do not say which one of the experts' "
-                    "parameters they are of (vLLM takes them for down_proj, and a second for gate_up_proj): serve it "
-                    "with transformers (PEFT)"
-                )
-            module.take(model.loras, name, folder, said.get("peft_version"))
-        return model
-
-    return _load_adapter

@@ -417,6 +417,11 @@ def test_each_request_chooses(model, nvfp4, by_peft, tmp_path, monkeypatch):
         "singles": (lambda files: by_expert(files, 9), {}, r"received.*experts\.8\.gate_proj"),
     }
     llm.llm_engine.add_lora(lora(model / "more"))
+    cuts = {"B": lambda t: t[:-1], "A": lambda t: t[:, :-1].clone(), "A of a lower rank": lambda t: t[:-1]}
+    for name, cut in cuts.items():
+        smaller = lambda files: files.update({n: cut(t) for n, t in files.items() if f"lora_{name[0]}" in n})  # noqa: B023
+        with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.qkv_proj, whose columns and .* of another model"):
+            llm.llm_engine.add_lora(lora(changed(model, tmp_path / name, smaller, of="linears")))
     for name, (change, said, text) in refused.items():
         with pytest.raises((ValueError, NotImplementedError), match=text):
             llm.llm_engine.add_lora(lora(changed(model, tmp_path / name, change, **said)))
@@ -427,6 +432,11 @@ def test_each_request_chooses(model, nvfp4, by_peft, tmp_path, monkeypatch):
     llm.llm_engine.add_lora(lora(model / "more", number))
     same(choose(["both"] * 8), by_peft(["more"] * 8))
     same(choose([None] * 8), by_peft([None] * 8))
+    again = lora(tmp_path / "layers", number)  # in the place of "more", which stays
+    again.load_inplace = True
+    with pytest.raises(ValueError, match=r"layers\.7\S* and others"):
+        llm.llm_engine.add_lora(again)
+    same(choose(["both"] * 8), by_peft(["more"] * 8))
 
     def in_use(worker, kind):  # after vLLM has told for which part of a model the next tokens have an adapter
         from vllm.lora.layers import LoRAMapping, LoRAMappingType
