@@ -39,9 +39,12 @@ def check_order(name: str, peft: str | None, is_transposed: bool) -> bool:
     the other; peft and is_transposed as in `exchanged`."""
     found = exchanged(peft, is_transposed)
     if found:
-        raise NotImplementedError(
-            f"{name} was written by PEFT {peft}, which has what is in and what is out in each other's place: merge it "
-            "into the dense model by that PEFT, or train it again, with config.peft_version = peft.__version__ if the "
-            "settings are to be the same"
-        )
+        raise NotImplementedError(OTHER_ORDER.format(name, peft))
     return found is False
+
+
+OTHER_ORDER = (
+    "{} was written by PEFT {}, which has what is in and what is out in each other's place: merge it into the dense "
+    "model by that PEFT, or train it again. (If a later PEFT has saved it, which keeps the version: write peft_version "
+    "0.19.1 into its adapter_config.json)"
+)

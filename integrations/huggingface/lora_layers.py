@@ -22,6 +22,7 @@ from moe_nvfp4.backends import merge_packed, merged_codes
 from moe_nvfp4.devices import capturing
 from moe_nvfp4.format import dequantize
 from moe_nvfp4.integrations.huggingface.experts import HFExperts, refuse_elsewhere
+from moe_nvfp4.integrations.peft_versions import OTHER_ORDER
 from moe_nvfp4.ops import Adapter, Adapters
 from moe_nvfp4.prepared import before_weights, changing, in_fsdp
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, quantize_expert, quantize_matrix, recipe_named
@@ -331,6 +332,14 @@ class ParamWrapper(MergingLayer, lora.ParamWrapper):
                 f"would need them too: {WITHOUT_EXPERTS}"
             )
         super().__init__(base_layer, adapter_name, parameter_name, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """NotImplementedError for factors of which each has the other one's side."""
+        for name, a in self.lora_A.items():
+            found, (rank, side) = state_dict.get(f"{prefix}lora_A.{name}.weight"), a.weight.shape
+            if found is not None and tuple(found.shape) == (rank, len(self.lora_B[name].weight)) != (rank, side):
+                raise NotImplementedError(OTHER_ORDER.format(f"adapter {name!r} of experts", "before 0.19.1"))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         """The features that PEFT expects of a dense parameter [E, in, out]; it swaps them if that is [E, out, in]."""

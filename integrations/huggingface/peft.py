@@ -231,14 +231,17 @@ def _refuse_to_copy(names: Iterable[str], model: nn.Module) -> None:
 
 
 def _refuse_other_order(adapter: str, config: LoraConfig, model: nn.Module) -> None:
-    """NotImplementedError for an adapter of experts' parameters by a PEFT that has the factors in another order. (One
-    of transformers 4, where each expert's linears are modules, names no parameters: its factors are those of
-    linears.)"""
-    named = [name.rpartition(".")[2] for name in config.target_parameters or ()]
+    """NotImplementedError for an adapter of experts' parameters by a PEFT that has the factors in another order, where
+    sizes do not tell. (One of transformers 4, where each expert's linears are modules, names no parameters. PEFT keeps
+    the version of an adapter that it loads, and saves it in its own order.)"""
+    named = {name.rpartition(".")[2] for name in config.target_parameters or ()}
     for module in model.modules():
-        if isinstance(module, NVFP4Experts) and {module.up_name, "down_proj"}.intersection(named):
-            transposed = getattr(module, "is_transposed", False)
-            check_order(f"adapter {adapter!r} of experts", config.peft_version, transposed)
+        if isinstance(module, NVFP4Experts):
+            H, I = module.hidden_size, module.intermediate_size
+            rows = {module.up_name: 2 * I if module.gate.gated else I, "down_proj": I}  # or columns
+            if H in (rows[name] for name in named & rows.keys()):
+                is_transposed = getattr(module, "is_transposed", False)
+                check_order(f"adapter {adapter!r} of experts", config.peft_version, is_transposed)
 
 
 def _refuse_left_out(model: LoraModel, keys: Any) -> None:

@@ -74,15 +74,16 @@ def adapters_of(pairs: Iterable[Pair], share: Share, name: str) -> Adapters:
     pairs = list(pairs)
     told = share.gated and any(A.shape[1] != B.shape[0] for A, B, *_ in pairs)  # sizes that differ tell the order
     for A, B, r, scaling, peft in pairs:
-        said = share.transposed is not None and check_order(name, peft, share.transposed)
         shapes, a_side, b_side = f"{list(A.shape)} and {list(B.shape)}", A.shape[1], B.shape[0]
-        if (a_side, b_side) not in ((H, rows), (I, H)) or A.shape[0] != E * r or B.shape[1] != E * r:
+        fits = (a_side, b_side) in ((H, rows), (I, H))
+        either = a_side == b_side or rows == I  # the other order would have these sizes, too
+        said = (either or not fits) and share.transposed is not None and check_order(name, peft, share.transposed)
+        if not fits or A.shape[0] != E * r or B.shape[1] != E * r:
             raise ValueError(
                 f"{name} is {shapes}, expected rank * experts = {E * r} by {H}, {rows} or by {I}, {H}: it is of "
                 "another model, or of one whose experts transformers stores transposed, which only transformers serves "
                 "(PEFT)"
             )
-        either = a_side == b_side or rows == I  # the other order would have these sizes, too
         known = told or said and not share.transposed  # transformers 4 does not tell PEFT of gpt-oss
         if either and (not known or rows == I == H):
             raise NotImplementedError(f"{name} is {shapes}, which does not say what is in and what is out: serve it "

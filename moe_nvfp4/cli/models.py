@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -350,7 +351,7 @@ def text_of(args: argparse.Namespace) -> str:
     """The text that --text names, or the demo's own text."""
     if args.text is not None:
         try:
-            return str(args.text.read_text("utf-8-sig"))  # without the mark that some editors write first
+            return _plain(args.text, args.text.read_text("utf-8-sig"))  # without the mark that some editors write first
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{args.text} is not UTF-8 text ({error}): convert it (iconv -t utf-8), or name another"
@@ -360,6 +361,24 @@ def text_of(args: argparse.Namespace) -> str:
     from moe_nvfp4.demo import demo_text
 
     return demo_text()
+
+
+def _plain(file: Path, text: str) -> str:
+    """What is text in the contents of a file: all, or each line's "text" in JSONL. ValueError for others of JSON and of
+    tables, whose keys and quotes a model would be measured with."""
+    suffix = file.suffix.lower()
+    if suffix not in (".jsonl", ".json", ".csv", ".tsv"):
+        return text
+    try:
+        texts = [json.loads(line)["text"] for line in text.split("\n") if line.strip()] if suffix == ".jsonl" else []
+    except (ValueError, KeyError, TypeError):
+        texts = []
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f'{file} is no plain text: of a .jsonl file the "text" of each line is read, and here some line has none. '
+            "Write other texts into a .txt file"
+        )
+    return "\n\n".join(texts)
 
 
 def windows_of(args: argparse.Namespace, tokenizer: Any, text: str, config: Any) -> Tensor:

@@ -75,7 +75,7 @@ def add_answering(sub: argparse.ArgumentParser) -> None:
 def add_texts(
     sub: argparse.ArgumentParser, windows: int, shortest: int, default: str = "default, for demo only: a built-in one"
 ) -> None:
-    sub.add_argument("--text", type=path, help=f"a text file ({default})")
+    sub.add_argument("--text", type=path, help=f'a text file, or .jsonl with a "text" in each line ({default})')
     sub.add_argument(
         "--windows", type=whole(1), default=windows, metavar="N", help=f"pieces of the text to use (default {windows})"
     )

@@ -1,5 +1,6 @@
 """What cannot be done ends in one line, which says what to do, and in exit code 2."""
 
+import argparse
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moe_nvfp4.cli import models
 from tests.cli.commands import mistake, run
 from tests.common import ROOT
 from tests.models import tensors
@@ -161,3 +163,21 @@ def test_a_config_that_makes_no_sense(changes, message, folder, tmp_path, capsys
     for command in ("info", "generate"):
         error = mistake([command, tmp_path], capsys)
         assert message in error and len(error) < 600
+
+
+def test_texts_in_files_of_other_forms(tmp_path):
+    """Keys, quotes and escapes would be measured with the text."""
+
+    def read(name, text):
+        (tmp_path / name).write_text(text, "utf-8")
+        return models.text_of(argparse.Namespace(text=tmp_path / name, model="x", command="compare"))
+
+    lines = '{"text": "caf\\u00e9\\nand tea", "id": 1}\n\n{"text": "more\u2028"}\n'
+    assert read("a.jsonl", lines) == "café\nand tea\n\nmore\u2028"
+    assert read("a.txt", lines) == lines
+    for name, text in (
+        ("b.jsonl", '{"messages": []}\n'), ("c.jsonl", '{"text": 3}\n'), ("d.jsonl", "plain\n"), ("e.JSONL", "[]"),
+        ("f.json", '[{"text": "a"}]'), ("g.csv", "text\na\n"), ("h.jsonl", ""),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf'{name} is no plain text: .* the "text" of each line .* a \.txt file'):
+            read(name, text)

@@ -44,6 +44,7 @@ from tests.common import relative_error  # noqa: E402
 from tests.folders import awq, is_linear, quantized  # noqa: E402
 from tests.models import (  # noqa: E402
     IDS,
+    SMALL,
     deepseek,
     dense_like,
     folder,
@@ -489,13 +490,28 @@ def test_adapters_that_start_from_inputs():
 ])  # fmt: skip
 def test_adapters_of_experts_by_an_older_peft(family, version, refused, tmp_path):
     """They have the two factors in another order, which sizes that are equal do not tell."""
-    model = swap_experts(make(family, torch.float32), progress=False)
-    get_peft_model(model, config(target_modules=[])).save_pretrained(tmp_path)
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_version": version}))
-    model = swap_experts(make(family, torch.float32), progress=False)
+
+    def loading(intermediate, change=lambda files: files):
+        made = lambda: swap_experts(make(lambda: family(4, intermediate), torch.float32), progress=False)
+        folder = tmp_path / f"{intermediate}{change.__name__}"
+        get_peft_model(made(), config(target_modules=[])).save_pretrained(folder)
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_version": version}))
+        save_file(change(tensors(folder)), folder / "adapter_model.safetensors")
+        return PeftModel.from_pretrained(made(), folder)
+
+    def exchanged(files):
+        for name in [name for name in files if "lora_A" in name and "experts" in name]:
+            other = name.replace("lora_A", "lora_B")
+            a, b = files[name], files[other]
+            files |= {name: torch.ones(len(a), len(b)), other: torch.ones(a.shape[1], b.shape[1])}
+        return files
+
     with pytest.raises(NotImplementedError, match=f"by PEFT {version}, which") if refused else nullcontext():
-        PeftModel.from_pretrained(model, tmp_path)
+        loading(SMALL["hidden_size"] // 2)
+    assert loading(48).peft_config["default"].peft_version == version  # as a later PEFT saves them again
+    with pytest.raises(NotImplementedError, match=r"by PEFT before 0\.19\.1, which"):
+        loading(48, exchanged)
 
 
 def test_adapters_of_single_experts_by_an_older_peft(tmp_path):
