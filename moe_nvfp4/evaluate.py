@@ -40,15 +40,16 @@ class Metrics:
     @property
     def kl_interval(self) -> tuple[float, float] | None:
         """The 95 % confidence interval of the KL of such texts, by Student's t over windows, whose tokens are not
-        independent: the KL is a ratio of two sums over windows. None for fewer than three windows."""
+        independent: the KL is a ratio of two sums over windows. None for fewer than three windows, and for a KL that
+        is infinite."""
         sums = torch.stack([part.double().sum() for part in self.kls.split(list(self.windows))])
         lengths, n = torch.tensor(self.windows, dtype=torch.float64), len(sums)
-        if n < 3:
-            return None
         kl = sums.sum() / lengths.sum()
+        if n < 3 or not kl.isfinite():
+            return None
         error = (n / (n - 1) * (sums - kl * lengths).square().sum()).sqrt() / lengths.sum()
         reach = students_t(n - 1) * error
-        return max(0.0, (kl - reach).item()), (kl + reach).item()
+        return max(0.0, (kl - reach).item()), max(0.0, (kl + reach).item())
 
 
 def students_t(freedom: int) -> float:

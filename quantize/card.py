@@ -134,8 +134,9 @@ def write_rows(
 def _use(folder: Path, name: str) -> str:
     try:
         model_config(folder)
-    except UnknownModel:
-        return OWN_CODE.format(name=name)
+    except UnknownModel:  # or it is newer than this transformers
+        if "auto_map" in json.loads((folder / "config.json").read_text("utf-8")):
+            return OWN_CODE.format(name=name)
     return USE.format(name=name, loader=_loader(folder))
 
 

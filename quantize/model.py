@@ -13,7 +13,8 @@ from packaging.version import Version
 
 from moe_nvfp4.quantize.files import Checkpoint, expert_counts
 from moe_nvfp4.quantize.layouts.base import Given, one_too_many
-from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PLAIN_NAMES, aliases
+from moe_nvfp4.quantize.layouts.nvfp4 import UNREAD
+from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PLAIN_NAMES, aliases, is_scale
 
 if TYPE_CHECKING:
     import torch
@@ -231,7 +232,8 @@ class ModelTensors:
 
     # ---------------------------------------------------------------- the check
     def check(self, given: Mapping[str, Given], quantizing: bool = False) -> list[str]:
-        """ValueError unless files hold all that the model needs. Returns the names that the model has no tensor for.
+        """ValueError unless files hold all that the model needs, and for scales that nothing reads. Returns the names
+        that the model has no tensor for.
 
         These may be missing: tensors that are tied to one that is there; those that transformers ignores; and the head,
         if the model is of another class than the files (a classifier on a language model), as it is yet to be trained.
@@ -269,6 +271,8 @@ class ModelTensors:
                 if pattern is None and target not in resized:
                     self._check_shape(name, target, what, rows=int(target in tokens and what.kind in DENSE))
             elif not self.ignores(name):
+                if is_scale(name, {}):
+                    raise ValueError(UNREAD.format(name))
                 surplus.append(name)
         for module, found in experts.items():
             stacks = {n for n in covered if EXPERT_WEIGHTS.fullmatch(n.removeprefix(f"{module}."))}

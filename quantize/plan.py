@@ -305,7 +305,7 @@ def _quantize(draft: _Draft, empty: bool) -> None:
     _check_nothing_missed(draft, empty)
 
 
-def _quantize_linears(draft: _Draft, others: Mapping[str, tuple[Matrix, tuple[str, str]]]) -> None:
+def _quantize_linears(draft: _Draft, others: Mapping[str, tuple[Matrix, tuple[str, ...]]]) -> None:
     """Plan to quantize the linears that the options ask for. others: those that are FP8 or MXFP4, with their tensors'
     names."""
     source, options = draft.source, draft.options

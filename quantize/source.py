@@ -54,7 +54,7 @@ def becomes_nvfp4(config: Mapping) -> str | None:
     return form if form in ("MXFP4", "FP8") else None
 
 
-def quantized_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
+def quantized_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, ...]]]:
     """The quantized weights of a source that files keep one by one: stem -> matrix, its tensors' names."""
     layouts = quantized_layouts(source.config.get("quantization_config") or {})
     found = fp8.block_weights(source, left) if fp8 in layouts else {}

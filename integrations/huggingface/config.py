@@ -15,6 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moe_nvfp4._version import __version__
 from moe_nvfp4.checks import check_flag
 from moe_nvfp4.integrations.placement import check_cpu_experts
+from moe_nvfp4.quantize.convert import HEADS
 from moe_nvfp4.quantize.dialects import DIALECTS, QuantizationInfo, as_patterns, read_config
 from moe_nvfp4.quantize.files import read_json
 from moe_nvfp4.quantize.linears import as_wanted
@@ -276,6 +277,12 @@ def checkpoint_config(
         raise ValueError(
             f"{os.path.join(path, subfolder)} is not an NVFP4 checkpoint: neither config.json nor hf_quant_config.json "
             "says so"
+        )
+    heads = (cached_file(path, name, _raise_exceptions_for_missing_entries=False, **where) for name in HEADS)
+    if fields and any(heads):
+        raise ValueError(
+            f"transformers reads the config of a decision model ({path}) by itself, whatever it is given: "
+            "from_pretrained(path, quantization_config=MoeNvfp4Config(...)) with the same fields"
         )
     own = (getattr(config, "quantization_config", None) or {}).get("moe_nvfp4") or {}
     config.quantization_config = MoeNvfp4Config(**_said(info, own | loading_fields(fields))).to_dict()

@@ -47,6 +47,7 @@ class NVFP4LoraConfig(LoraConfig):
     nvfp4_layers: list[str] | None = None
 
     def __post_init__(self) -> None:
+        self.says_version = self.peft_version is not None  # else PEFT takes its own
         super().__post_init__()
         check_flag("nvfp4_mergeable", self.nvfp4_mergeable)
 
@@ -240,8 +241,13 @@ def _refuse_other_order(adapter: str, config: LoraConfig, model: nn.Module) -> N
             H, I = module.hidden_size, module.intermediate_size
             rows = {module.up_name: 2 * I if module.gate.gated else I, "down_proj": I}  # or columns
             if H in (rows[name] for name in named & rows.keys()):
-                is_transposed = getattr(module, "is_transposed", False)
-                check_order(f"adapter {adapter!r} of experts", config.peft_version, is_transposed)
+                of_file = type(config) is NVFP4LoraConfig and not config.says_version
+                name, version = f"adapter {adapter!r} of experts", None if of_file else config.peft_version
+                if not check_order(name, version, getattr(module, "is_transposed", False)):
+                    raise NotImplementedError(
+                        f"{name} does not say what is in and what is out: neither by its sizes nor by the PEFT that "
+                        "wrote it. Write peft_version into its adapter_config.json"
+                    )
 
 
 def _refuse_left_out(model: LoraModel, keys: Any) -> None:

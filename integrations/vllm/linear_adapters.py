@@ -82,12 +82,27 @@ def check_adapters() -> None:
         if hasattr(manager, "take"):  # what is for experts
             manager.take(lora_model, lora_request)
         if getattr(manager, "is_ours", False):
+            single = dict(lora_model.loras)
             manager._create_merged_loras_inplace(lora_model)
+            check_ranks(single)
             check_sizes(lora_model.loras, manager.modules)
             lora_model.is_checked = True
         return lora_model
 
     LRUCacheWorkerLoRAManager._manager_cls, LRUCacheWorkerLoRAManager._load_adapter = Manager, _load_adapter
+
+
+def check_ranks(adapters: Mapping[str, Any]) -> None:
+    """ValueError for factors of another rank than adapter_config.json says, by which they are scaled."""
+    for name, found in adapters.items():
+        pair = found.lora_a, found.lora_b
+        if all(isinstance(factor, Tensor) for factor in pair) and ".experts" not in name:
+            ranks = len(pair[0]), pair[1].shape[1]
+            if ranks != (found.rank, found.rank):
+                raise ValueError(
+                    f"this LoRA adapter has factors of ranks {ranks[0]} and {ranks[1]} for {name}, and rank "
+                    f"{found.rank} by adapter_config.json: one of the two is of another adapter"
+                )
 
 
 def check_sizes(adapters: Mapping[str, Any], adapted: Mapping[str, Any]) -> None:
@@ -107,19 +122,26 @@ def check_sizes(adapters: Mapping[str, Any], adapted: Mapping[str, Any]) -> None
         else:  # experts, which are checked with their own sizes
             continue
         pairs = [pair if isinstance(pair, list) else [pair] for pair in (found.lora_a, found.lora_b)]
-        parts = len(pairs[0])
-        if 1 < parts < len(rows) and None in pairs[0]:
-            raise NotImplementedError(
-                f"this LoRA adapter changes a part of {name}, and vLLM takes one of all of its {parts} parts: serve it "
-                "with transformers (PEFT)"
-            )
-        rows = rows if parts == len(rows) else [sum(rows)] if parts == 1 else [None] * parts
-        for a, b, size in zip(*pairs, rows, strict=True):
-            if a is not None and (a.shape[1] != columns or size not in (None, len(b)) or len(a) != b.shape[1]):
+        for a, b, size in zip(*pairs, _of_parts(name, pairs[1], rows), strict=True):
+            if a is not None and (a.shape[1] != columns or len(b) != size):
                 raise ValueError(
                     f"this LoRA adapter has {list(a.shape)} and {list(b.shape)} for {name}, whose columns and rows are "
                     f"{columns} and {size}: it is of another model, or damaged"
                 )
+
+
+def _of_parts(name: str, parts: list[Any], rows: list[int]) -> list[int]:
+    """The rows of each of the parts that adapters have of the linear `name`: a part is one or more of its `rows`, the
+    first one if there are too few. NotImplementedError for one without those before it, which vLLM cannot place."""
+    if len(parts) == len(rows):
+        return rows
+    if None in parts[:-1]:
+        raise NotImplementedError(
+            f"this LoRA adapter changes a part of {name} without the first one, and vLLM cannot place it: train both, "
+            "or serve it with transformers (PEFT)"
+        )
+    first = len(rows) - len(parts) + 1
+    return [sum(rows[:first]), *rows[first:]]
 
 
 def _sizes(module: Any) -> list[int]:

@@ -147,7 +147,7 @@ class Given:
     file: str
 
 
-def experts_of(weights: Mapping[str, tuple[Matrix, tuple[str, str]]]) -> Iterator[Experts]:
+def experts_of(weights: Mapping[str, tuple[Matrix, tuple[str, ...]]]) -> Iterator[Experts]:
     """The experts among quantized `weights`: stem -> matrix, its tensors' names."""
     modules: dict[str, dict[str, Matrix]] = {}
     names: dict[str, list[str]] = {}

@@ -14,6 +14,7 @@ from moe_nvfp4.quantize.layouts.base import Experts, Matrix, experts_of
 FP8_SCALES = ("weight_scale", "weight_scale_inv", "scale")
 BLOCK_SCALES = (".weight_scale_inv", ".scale", ".qscale_weight")  # the last one's are Mistral Large 4's
 
+INPUT_SCALES = ("activation_scale", "input_scale")  # of layers whose inputs are FP8, too; a dense layer does not round
 UNREAD = (
     "{name} is {dtype} without {name}_scale_inv or another scale that is read for such weights (those of a stack of "
     "experts are not): download the checkpoint again, or quantize the original"
@@ -77,7 +78,7 @@ def fp8_matrix(weight: TensorSlice, scale: TensorSlice, block: tuple[int, int] |
     return Matrix(N, K, weight.size + scale.size, weight.file.name, open, held=4 * scale.size)
 
 
-def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
+def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, ...]]]:
     """The FP8 weights of a checkpoint with scales for blocks (quant_method fp8): stem -> matrix, its tensors' names.
 
     Source of the forms: transformers' quantizer_finegrained_fp8.py. Scales may be the bytes of e8m0 (scale_fmt ue8m0);
@@ -102,7 +103,9 @@ def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[s
                 f"config.json: F8_E4M3 and {', '.join(kinds)} are read. Quantize the original"
             )
         whole = last == "weight_scale"
-        found[stem] = fp8_matrix(weight, scale, None if whole else (block[0], block[1]), stem), (f"{stem}.weight", name)
+        of_inputs = (f"{stem}.{last}" for last in INPUT_SCALES if q.get("activation_scheme") == "static")
+        names = (f"{stem}.weight", name, *(name for name in of_inputs if name in left))
+        found[stem] = fp8_matrix(weight, scale, None if whole else (block[0], block[1]), stem), names
     return found
 
 

@@ -68,9 +68,9 @@ def describes(q: Mapping) -> bool:
         return False
 
 
-def weights(left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, str]]]:
+def weights(left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, ...]]]:
     """The MXFP4 matrices that files keep one by one: stem -> matrix, its tensors' names."""
-    found = {}
+    found: dict[str, tuple[Matrix, tuple[str, ...]]] = {}
     for name, scales in left.items():
         stem, _, last = name.rpartition(".")
         pair = next((f"{stem}.{codes}" for codes, of in PAIRS if of == last and f"{stem}.{codes}" in left), None)

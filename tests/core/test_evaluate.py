@@ -70,6 +70,8 @@ def test_intervals():
     reach = 3.182446 * math.sqrt(4 / 3 * spread) / 7  # the point of t with 3 degrees of freedom, from a table
     assert kl < reach and metrics.kl_interval == (0.0, pytest.approx(kl + reach, rel=5e-3))
     assert Metrics(2, 0.0, 0.0, 0.0, kls[:2], (1, 1)).kl_interval is None
+    assert Metrics(3, 0.0, 0.0, 0.0, torch.tensor([0.1, math.inf, 0.2]), (1, 1, 1)).kl_interval is None
+    assert Metrics(3, 0.0, 0.0, 0.0, torch.full((3,), -1e-9), (1, 1, 1)).kl_interval == (0.0, 0.0)
 
     for freedom, point in ((2, 4.302653), (5, 2.570582), (11, 2.200985), (47, 2.011741), (10000, 1.960201)):
         assert students_t(freedom) == pytest.approx(point, rel=1e-2 if freedom == 2 else 1e-3)

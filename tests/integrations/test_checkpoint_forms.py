@@ -565,6 +565,8 @@ def test_a_decision_head_beside_the_weights(name, weight, bias, tmp_path):
     here = dict(input_ids=torch.tensor([[3, 17, 40, 5]]), marks=torch.tensor([[2, 4]]))
     here |= dict(num_options=torch.tensor([[2, 3]]), question_type_ids=torch.tensor([[0, 0]]))
     scores = model(**here)
+    with pytest.raises(ValueError, match="config of a decision model .* by itself.*quantization_config=MoeNvfp4Config"):
+        checkpoint_config(tmp_path / "4-bit", activations="nvfp4")  # transformers does not use it
     model.save_pretrained(tmp_path / "again")
     flying = kind.from_pretrained(source, quantization_config=MoeNvfp4Config(), **dtype)
     for other in (flying, kind.from_pretrained(tmp_path / "again", **dtype), model.dequantize()):

@@ -418,9 +418,11 @@ def test_each_request_chooses(model, nvfp4, by_peft, tmp_path, monkeypatch):
     }
     llm.llm_engine.add_lora(lora(model / "more"))
     cuts = {"B": lambda t: t[:-1], "A": lambda t: t[:, :-1].clone(), "A of a lower rank": lambda t: t[:-1]}
+    of_ranks = r"factors of ranks 3 and 4 for model\.layers\.0\.self_attn\.q_proj, and rank 4 by adapter_config"
     for name, cut in cuts.items():
         smaller = lambda files: files.update({n: cut(t) for n, t in files.items() if f"lora_{name[0]}" in n})  # noqa: B023
-        with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.qkv_proj, whose columns and .* of another model"):
+        message = of_ranks if "rank" in name else r"qkv_proj, whose columns and .* of another model"
+        with pytest.raises(ValueError, match=message):
             llm.llm_engine.add_lora(lora(changed(model, tmp_path / name, smaller, of="linears")))
     for name, (change, said, text) in refused.items():
         with pytest.raises((ValueError, NotImplementedError), match=text):
@@ -431,12 +433,12 @@ def test_each_request_chooses(model, nvfp4, by_peft, tmp_path, monkeypatch):
     llm.llm_engine.remove_lora(number)
     llm.llm_engine.add_lora(lora(model / "more", number))
     same(choose(["both"] * 8), by_peft(["more"] * 8))
-    same(choose([None] * 8), by_peft([None] * 8))
     again = lora(tmp_path / "layers", number)  # in the place of "more", which stays
     again.load_inplace = True
     with pytest.raises(ValueError, match=r"layers\.7\S* and others"):
         llm.llm_engine.add_lora(again)
     same(choose(["both"] * 8), by_peft(["more"] * 8))
+    same(choose([None] * 8), by_peft([None] * 8))
 
     def in_use(worker, kind):  # after vLLM has told for which part of a model the next tokens have an adapter
         from vllm.lora.layers import LoRAMapping, LoRAMappingType
@@ -595,6 +597,18 @@ def test_rows_of_fused_linears_on_ranks():
         assert len(module.slice_lora_b(b[:6])) == 6  # of a warm-up
         with pytest.raises(ValueError, match="has 10 rows for in_proj, which has 12"):
             module.slice_lora_b(b[:10])
+
+
+def test_parts_of_fused_linears():
+    """Qwen3.5 has in_proj_qkv and in_proj_z, of which the first is three of vLLM's four."""
+    pytest.importorskip("vllm", reason="needs vLLM, which .ci/run has in an environment of its own")
+    from moe_nvfp4.integrations.vllm.linear_adapters import _of_parts
+
+    some, rows = torch.ones(1), [8, 8, 16, 16]
+    assert _of_parts("in_proj_qkvz", [some, some], rows) == _of_parts("in_proj_qkvz", [some, None], rows) == [32, 16]
+    assert _of_parts("in_proj", [some], rows) == [48] and _of_parts("qkvz", [None, some, None, some], rows) == rows
+    with pytest.raises(NotImplementedError, match="a part of in_proj_qkvz without the first one"):
+        _of_parts("in_proj_qkvz", [None, some], rows)
 
 
 def test_rows_that_vllm_reorders_in_k2_horizon():

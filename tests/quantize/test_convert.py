@@ -490,10 +490,13 @@ def test_fp8_forms_of_transformers(tmp_path):
     want = tensors(converted(folder(tmp_path / "plain", files, {"quantization_config": q}), tmp_path / "want"))
     table = {embedding: (files[embedding] * 2).to(torch.float8_e4m3fn), f"{embedding}_scale": torch.tensor([0.5])}
     as_bytes = lambda t: t.view(torch.uint8) if t.dtype == torch.float8_e8m0fnu else t
+    static = {name.replace("weight_scale_inv", "activation_scale"): torch.tensor(0.1) for name in files}
+    q["activation_scheme"] = "static"
     forms = {
         "name": {name.replace("weight_scale_inv", "qscale_weight"): t for name, t in files.items()},
         "bytes": {name: as_bytes(t) for name, t in files.items()},
         "embedding": files | table,
+        "static": static | files,
     }
     for form, changed in forms.items():
         source = folder(tmp_path / form, changed, {"quantization_config": q})
