@@ -21,14 +21,14 @@ def exchanged(peft: str | None, is_transposed: bool) -> bool | None:
     """Whether A has the side of what is out, and B that of what is in, in an adapter of experts that this version of
     PEFT wrote; None: that is not known.
 
-    peft           as in adapter_config.json, which has it since 0.18
+    peft           as in adapter_config.json; None: it is not there, as before 0.18
     is_transposed  the attribute of transformers' class of experts, by which PEFT chooses since 0.19: its parameters are
                    [E, in, out]; other classes' are taken for [E, out, in]
 
     Source: ParamWrapper.update_layer in peft/tuners/lora/layer.py of 0.18.1, 0.19.0, 0.19.1 and 0.21.2.
     """
     try:
-        release = Version((peft or "").partition("@")[0]).release
+        release = Version((peft or "0.17").partition("@")[0]).release
     except InvalidVersion:
         return None
     return release[:3] in ((0, 19), (0, 19, 0)) if is_transposed else release < (0, 19, 1)
@@ -39,7 +39,7 @@ def check_order(name: str, peft: str | None, is_transposed: bool) -> bool:
     the other; peft and is_transposed as in `exchanged`."""
     found = exchanged(peft, is_transposed)
     if found:
-        raise NotImplementedError(OTHER_ORDER.format(name, peft))
+        raise NotImplementedError(OTHER_ORDER.format(name, peft or "before 0.18"))
     return found is False
 
 

@@ -52,11 +52,13 @@ def check_adapters() -> None:
         def _create_merged_loras_inplace(self, lora_model) -> None:
             if hasattr(lora_model, "is_checked"):
                 return
+            parts = {part for fused in self.packed_modules.values() for part in fused}
             if self.is_pooling_model:  # it may be a base model's adapter, whose names have no `model.`
-                own = {f"model.{name}": name for name in lora_model.loras if name.startswith("layers.")}
+                known = parts.union(self.modules)
+                own = {f"model.{name}": name for name in lora_model.loras if f"model.{name}" in known}
+                own |= {f"model.{name}": name for name in lora_model.loras if name.startswith("layers.")}
                 lora_model.loras |= {name: lora_model.loras.pop(theirs) for name, theirs in own.items()}
             if self.is_ours:
-                parts = {part for fused in self.packed_modules.values() for part in fused}
                 rename(lora_model.loras, self.model, self.modules, parts)
                 as_loaded(lora_model.loras, self.model)
             super()._create_merged_loras_inplace(lora_model)

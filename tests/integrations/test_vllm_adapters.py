@@ -216,7 +216,8 @@ def test_a_square_adapter_is_read_as_peft_has_it(tmp_path, intermediate):
 
     for changes, transposed, message in (
         ({}, None, "which does not say what is in"),  # Llama 4
-        ({"peft_version": None}, False, "which does not say what is in"),
+        ({"peft_version": None}, False, r"was written by PEFT before 0\.18, which has what is in"),
+        ({"peft_version": "mine"}, False, "which does not say what is in"),
         ({"peft_version": "0.19.0@1a2b3c4"}, False, r"was written by PEFT 0\.19\.0@1a2b3c4, which has what is in"),
     ):
         path = changed(tmp_path, tmp_path / f"{changes}{transposed}", alone, of="square", **changes)
@@ -239,7 +240,7 @@ def test_a_square_adapter_of_experts_without_a_gate_may_be_of_either_matrix(mode
 
 @pytest.mark.parametrize(("version", "plain", "told"), [
     ("0.17.1", True, False), ("0.18.1", True, False), ("0.19.0", True, True), ("0.19.1", False, False),
-    ("0.20.0.dev0@abc", False, False), ("0.21.2", False, False), (None, None, None), ("main", None, None),
+    ("0.20.0.dev0@abc", False, False), ("0.21.2", False, False), (None, True, False), ("main", None, None),
 ])  # fmt: skip
 def test_the_order_of_pefts_versions(version, plain, told):
     """What the wheels of these versions make of a parameter [E, out, in] (Qwen3-MoE) and of gpt-oss's [E, in, out]."""
