@@ -150,8 +150,8 @@ def _sizes(module: Any) -> list[int]:
     """The rows, on all ranks, of each of the linears that the adapted linear `module` is."""
     linear = module.base_layer
     if isinstance(linear, QKVParallelLinear):
-        heads = linear.total_num_heads, linear.total_num_kv_heads, linear.total_num_kv_heads
-        return [n * size for n, size in zip(heads, (*[linear.head_size] * 2, linear.v_head_size), strict=True)]
+        q, kv, size = linear.total_num_heads, linear.total_num_kv_heads, linear.head_size
+        return [q * size, kv * size, kv * getattr(linear, "v_head_size", size)]
     if isinstance(rows := getattr(module, "slice_lora_b", None), partial):  # of `split_rows`
         return rows.args[1]
     return getattr(linear, "output_sizes", [linear.output_size])
