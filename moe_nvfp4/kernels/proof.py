@@ -91,10 +91,10 @@ def _verdict(backend: Backend, problem: Problem, device: torch.device, subject: 
         if file and not again and (known := _noted(file)):
             note = known
         else:
-            print(
-                f"moe_nvfp4: the {backend.name} kernels have not been proven on {note['device']}: checking them, once "
-                "(MOE_NVFP4_CHECK=0 skips this)", file=sys.stderr, flush=True,
-            )  # fmt: skip
+            kernels, where = f"the {backend.name} kernels", f"on {note['device']}"
+            always = f"checking {kernels} {where} (MOE_NVFP4_CHECK=always)"
+            once = f"{kernels} have not been proven {where}: checking them, once (MOE_NVFP4_CHECK=0 skips this)"
+            print(f"moe_nvfp4: {always if again else once}", file=sys.stderr, flush=True)
             right, why = _check(backend.name, problem, device)
             if right is None:
                 warnings.warn(

@@ -85,6 +85,7 @@ def test_right_results_are_noted_once(unproven, monkeypatch, capfd):
         monkeypatch.setenv("MOE_NVFP4_CHECK", "always")
         backends.forget()
         assert layer().backend().name == "cpu" and len(runs) == 4
+        assert capfd.readouterr().err.endswith("(MOE_NVFP4_CHECK=always)\n")
 
 
 @pytest.mark.slow  # a process takes five seconds to start
