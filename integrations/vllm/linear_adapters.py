@@ -109,8 +109,7 @@ def check_ranks(adapters: Mapping[str, Any]) -> None:
 
 def check_sizes(adapters: Mapping[str, Any], adapted: Mapping[str, Any]) -> None:
     """ValueError (NotImplementedError for a part that vLLM does not take alone) for factors of other sizes than the
-    linears, embeddings and heads `adapted`, by name, have. vLLM
-    copies those that are smaller into a part of its own."""
+    linears, embeddings and heads `adapted`, by name, have: vLLM copies smaller ones into a part of its own."""
     for name, module in adapted.items():
         if name not in adapters or not hasattr(module, "base_layer"):
             continue
