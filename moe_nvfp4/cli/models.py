@@ -363,15 +363,18 @@ def text_of(args: argparse.Namespace) -> str:
     return demo_text()
 
 
+LINES = (".jsonl", ".ndjson")  # files of JSON, line by line
+
+
 def _plain(file: Path, text: str) -> str:
     """What is text in the contents of a file: all, or each line's "text" in JSONL. ValueError for others of JSON and of
     tables, whose keys and quotes a model would be measured with."""
     suffix = file.suffix.lower()
-    if suffix not in (".jsonl", ".json", ".csv", ".tsv"):
+    if suffix not in (*LINES, ".json", ".csv", ".tsv"):
         return text
     try:
-        texts = [json.loads(line)["text"] for line in text.split("\n") if line.strip()] if suffix == ".jsonl" else []
-    except (ValueError, KeyError, TypeError):
+        texts = [json.loads(line)["text"] for line in text.split("\n") if line.strip()] if suffix in LINES else []
+    except (ValueError, KeyError, TypeError, RecursionError):
         texts = []
     if not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(

@@ -177,7 +177,8 @@ def test_texts_in_files_of_other_forms(tmp_path):
     assert read("a.txt", lines) == lines
     for name, text in (
         ("b.jsonl", '{"messages": []}\n'), ("c.jsonl", '{"text": 3}\n'), ("d.jsonl", "plain\n"), ("e.JSONL", "[]"),
-        ("f.json", '[{"text": "a"}]'), ("g.csv", "text\na\n"), ("h.jsonl", ""),
+        ("n.ndjson", '{"a": 1}'), ("r.jsonl", "[" * 100000), ("f.json", '[{"text": "a"}]'), ("g.csv", "text\na\n"),
+        ("h.jsonl", ""),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=rf'{name} is no plain text: .* the "text" of each line .* a \.txt file'):
             read(name, text)
