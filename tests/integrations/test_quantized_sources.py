@@ -107,6 +107,17 @@ def test_no_code_of_a_checkpoint_runs(tmp_path, monkeypatch):
         tokenizer_at(source)
 
 
+def test_scales_that_nothing_reads(tmp_path):
+    """The model would have other numbers than the files mean."""
+    source, _ = fp8_folder(tmp_path)
+    files = tensors(source)
+    name = next(name for name in files if name.endswith("o_proj.weight"))
+    scale = torch.ones(files[name].shape[1]).bfloat16()
+    save_file(files | {name.replace("weight", "pre_quant_scale"): scale}, source / "model.safetensors")
+    with pytest.raises(ValueError, match="o_proj.pre_quant_scale is a scale that nothing reads"):
+        files_importance(source, IDS, device="cpu", progress=False)
+
+
 def test_other_formats_and_missing_scales_are_named(tmp_path):
     source, _ = fp8_folder(tmp_path)
     files = tensors(source)
