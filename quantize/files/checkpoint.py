@@ -148,7 +148,7 @@ class Checkpoint:
         saves a list of the layers in its place."""
         of_experts = (c for c in sub_configs(self.config) if any(re.fullmatch(EXPERT_COUNTS, key) for key in c))
         counts = (c.get("num_hidden_layers") or c.get("layers_block_type") for c in of_experts)
-        found = {len(n) if type(n) is list else n for n in counts if type(n) in (int, list)}
+        found = {len(n) if isinstance(n, list) else n for n in counts if isinstance(n, int | list)}
         return max(found or sizes(self.config, "num_hidden_layers"), default=None)
 
     def state(self) -> list:
