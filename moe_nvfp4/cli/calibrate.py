@@ -64,16 +64,14 @@ def run(args: argparse.Namespace) -> None:
         _keep_config(files.config, place.files / "config.json")
         copy_files(others, source, place.files)
         what = "experts and linears" if any(isinstance(m, NVFP4Linear) for m in model.modules()) else "experts"
-        was_nvfp4 = model.hf_quantizer.pre_quantized
+        kept = model.hf_quantizer.pre_quantized
         rows = {
-            "weights": "those of the original"
-            if was_nvfp4
-            else f"quantized from the original, recipe `{config.recipe}`",
+            "weights": "those of the original" if kept else f"quantized from the original, recipe `{config.recipe}`",
             "activations": f"{ACTIVATIONS[config.activations]}, static scales measured with {windows.numel()} tokens",
         } | {f"not quantized: `{name}`": "excluded" for name in config.exclude}
         write_rows(place.files, args.destination.absolute().name, source, args.model, what, rows)
-        kept = open_checkpoint(place.files).tensors  # with layers for multi-token prediction
-        surplus = [name for name in surplus_of(files) if name not in kept]
+        written = open_checkpoint(place.files).tensors  # with layers for multi-token prediction
+        surplus = [name for name in surplus_of(files) if name not in written]
         files.check_state(state)
         place.publish()
     if surplus:
