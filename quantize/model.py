@@ -194,8 +194,10 @@ class ModelTensors:
             return f"{self.name} rearranges it while it loads, which is not known here"
         if not self.renames_module(stem):
             return f"{self.name} renames its weight alone, and would not find the scales beside it"
-        if weight in self.tied:
-            return TIED
+        for one, other in self.tied.items():
+            if weight in (one, other):
+                embedding = other.removesuffix(".weight") not in self._linears
+                return TIED if embedding else f"it has the weights of {one if weight == other else other} (tied)"
         return "transformers keeps it in float32" if self._wide is not None and self._wide.search(weight) else None
 
     def renames_module(self, stem: str) -> bool:

@@ -412,6 +412,8 @@ def test_experts_that_are_tied(tmp_path):
             kind.from_pretrained(tmp_path / "dense", quantization_config=MoeNvfp4Config(exclude=exclude))
     with pytest.raises(ValueError, match="a layout that is not known for model_type 'diffusion_gemma'"):
         convert_checkpoint(tmp_path / "dense", tmp_path / "new", progress=False)
+    with pytest.raises(ValueError, match="'mlp'.*it has the weights of model.encoder.*tied"):
+        swap_experts(model, linears="mlp", progress=False)  # a 4-bit decoder would add to the dense encoder
     swap_experts(model, progress=False)
     want = answer(model)
     for name in ("nvfp4", "again"):
