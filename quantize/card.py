@@ -82,7 +82,7 @@ def write_card(report: ConversionReport, source: str, folder: Path, verified: Ve
     rows |= {
         "activations": ACTIVATIONS.get(report.activations, report.activations),
         "size": f"{readable_size(report.bytes_after)}, of {readable_size(report.bytes_before)}",
-    } | {f"not quantized: `{name}`": why for name, why in report.skipped.items()}
+    } | {f"left alone: `{name}`": why for name, why in report.skipped.items()}
     what = "experts and linears" if "linears" in rows else "experts"
     return write_rows(folder, report.destination.name, report.source, source, what, rows, _errors(verified))
 

@@ -375,8 +375,9 @@ def _check_nothing_missed(draft: _Draft, empty: bool) -> None:
                              "for blocks or MXFP4, as config.json says: use the original checkpoint")  # fmt: skip
         raise ValueError(
             f"{name} {stored.dtype} {list(stored.shape)} looks like experts, in a layout that is not known for "
-            f"model_type {types[0] if types else None!r}: if moe-nvfp4 info lists its layers, quantize it while it "
-            f"loads (from_pretrained with MoeNvfp4Config); else leave it as it is with exclude=['{module}']"
+            f"model_type {types[0] if types else None!r}, so these files are neither converted nor compared with. If "
+            "moe-nvfp4 info lists its layers, it can be quantized while it loads (from_pretrained with "
+            f"MoeNvfp4Config); else leave it as it is with exclude=['{module}']"
         )
     if not (draft.to_quantize or empty):
         model = (config.get("architectures") or types or ["this model"])[0]

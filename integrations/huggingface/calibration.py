@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -115,6 +116,9 @@ def tokenizer_at(source: str | os.PathLike) -> Any:
     except ImportError:
         raise
     except Exception as error:
+        here = [name for name in ("tokenizer.json", "tokenizer.model") if os.path.isfile(os.path.join(source, name))]
+        if here == ["tokenizer.model"] and find_spec("sentencepiece") is None:
+            raise ValueError(f"{source}: to read its tokenizer.model: pip install sentencepiece") from None
         what = f"{type(error).__name__}: {error}"[:300]
         raise ValueError(f"the tokenizer of {source} cannot be read ({what}): download its files (tokenizer.json, "
                          "tokenizer_config.json) into the same folder") from None  # fmt: skip

@@ -32,6 +32,16 @@ class Answer(NamedTuple):
         return (self.tokens - 1) / (self.last - self.first) if self.tokens > 1 else float("nan")
 
 
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether `encode` can write messages: with the template of the files, or as mistral-common does, without one."""
+    return tokenizer.chat_template is not None or _of_mistral(tokenizer)
+
+
+def _of_mistral(tokenizer: Any) -> bool:
+    """Whether it reads tekken.json with mistral-common, where this is installed, which knows the form of messages."""
+    return type(tokenizer).__name__ == "MistralCommonBackend"
+
+
 def encode(tokenizer: Any, prompt: str | list[Message]) -> dict[str, Tensor]:
     """input_ids and attention_mask [1, tokens] of a text to continue, or of messages to answer. ValueError if there are
     no tokens, and for text that was not valid UTF-8 (Python keeps such bytes as lone surrogates)."""
@@ -41,8 +51,9 @@ def encode(tokenizer: Any, prompt: str | list[Message]) -> dict[str, Tensor]:
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt")
     else:
+        messages = prompt if _of_mistral(tokenizer) else _in_form(tokenizer, prompt)
         inputs = tokenizer.apply_chat_template(
-            _in_form(tokenizer, prompt), add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     if inputs["input_ids"].shape[1] == 0:
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
         rows = {
             "weights": "those of the original" if kept else f"quantized from the original, recipe `{config.recipe}`",
             "activations": f"{ACTIVATIONS[config.activations]}, static scales measured with {windows.numel()} tokens",
-        } | {f"not quantized: `{name}`": "excluded" for name in config.exclude}
+        } | {f"left alone: `{name}`": "excluded" for name in config.exclude}
         write_rows(place.files, args.destination.absolute().name, source, args.model, what, rows)
         written = open_checkpoint(place.files).tensors  # with layers for multi-token prediction
         surplus = [name for name in surplus_of(files) if name not in written]

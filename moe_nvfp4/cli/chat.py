@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from moe_nvfp4.cli.answers import Message, answer, encode
+from moe_nvfp4.cli.answers import Message, answer, encode, has_chat_template
 from moe_nvfp4.cli.models import load_to_answer
 from moe_nvfp4.cli.options import (
     MODEL_HELP,
@@ -56,7 +56,7 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     model, tokenizer = load_to_answer(args)
-    if tokenizer.chat_template is None:
+    if not has_chat_template(tokenizer):
         raise ValueError(f"{args.model} has no chat template: moe-nvfp4 generate --raw continues a text")
     talk = Talk(model, tokenizer, args.system, args.temperature, args.max_new_tokens)
     note("/help lists the commands")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from moe_nvfp4.cli.answers import Answer, Message, answer, encode
+from moe_nvfp4.cli.answers import Answer, Message, answer, encode, has_chat_template
 from moe_nvfp4.cli.models import check_original, expert_bytes, load, load_to_answer
 from moe_nvfp4.cli.options import (
     MODEL_HELP,
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         said["bf16"] = _answer(args, dense, tokenizer)
         del dense
     model, tokenizer = load_to_answer(args)
-    if tokenizer.chat_template is None and not args.raw:
+    if not has_chat_template(tokenizer) and not args.raw:
         note(f"note: {args.model} has no chat template (chat_template.jinja): the prompt is continued, as with --raw")
     note("\n4-bit experts:" if args.bf16 else "")
     said["4-bit" if args.bf16 else "speed"] = _answer(args, model, tokenizer)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _answer(args: argparse.Namespace, model: Any, tokenizer: Any) -> Answer:
     prompt: str | list[Message] = args.prompt
-    if tokenizer.chat_template is not None and not args.raw:
+    if has_chat_template(tokenizer) and not args.raw:
         prompt = [{"role": "user", "content": args.prompt}]
     inputs = encode(tokenizer, prompt)
     return answer(model, tokenizer, inputs, args.temperature, max_new_tokens=args.max_new_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from moe_nvfp4.cli.models import (
@@ -22,6 +22,7 @@ from moe_nvfp4.cli.output import say, show_json, table
 
 if TYPE_CHECKING:
     from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout
+    from moe_nvfp4.quantize.files import Checkpoint
     from moe_nvfp4.quantize.layouts import ExpertLayout
 
 T = TypeVar("T", bound=Hashable)
@@ -75,6 +76,8 @@ def run(args: argparse.Namespace) -> None:
     names = [*experts, *(name for name, _ in skipped)]
     unknown = next((p for p in args.exclude if not any(names_experts(p, name) for name in names)), None)
     warnings = [] if checkpoint is None or not experts else list(scale_warnings(checkpoint))
+    if files is not None and quantization is None and experts:
+        warnings += _refused_by_quantize(open_checkpoint(files), experts)
     if files is None and quantization is not None:
         warnings.append(
             f"warning: the weights of {args.model} are not on this machine, so this is what its config "
@@ -111,6 +114,16 @@ def run(args: argparse.Namespace) -> None:
     if linears:
         sizes += f"{len(linears)} linears: {readable_size(of_linears[0])}, {readable_size(of_linears[1])}; "
     say(f"{sizes}whole model {readable_size(total)} -> {readable_size(smaller)}")
+
+
+def _refused_by_quantize(files: Checkpoint, experts: Iterable[str]) -> Iterator[str]:
+    """A warning if `quantize` does not take files that are not NVFP4."""
+    from moe_nvfp4.quantize.plan import plan_of
+
+    try:
+        plan_of(files, experts)
+    except (ValueError, NotImplementedError) as error:
+        yield f"warning: moe-nvfp4 quantize does not take these files: {error}"
 
 
 class _Row(NamedTuple):

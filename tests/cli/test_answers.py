@@ -1,5 +1,7 @@
 """Commands that answer: generate and chat."""
 
+import base64
+import json
 import os
 import re
 import signal
@@ -10,13 +12,13 @@ import time
 import pytest
 import torch
 
-from moe_nvfp4.cli import answers
+from moe_nvfp4.cli import answers, chat, generate
 from moe_nvfp4.integrations.huggingface.graphs import CACHE
 from tests.cli.commands import run
 from tests.common import ROOT, made_demo
 from tests.integrations.test_graphs import as_on_gpu, recorded  # noqa: F401
 from tests.integrations.test_importance import glm_moe_dsa
-from tests.models import SMALL, make, qwen3_moe
+from tests.models import SMALL, make, mixtral, qwen3_moe
 
 
 @pytest.mark.slow
@@ -44,6 +46,44 @@ def test_a_prompt_without_a_chat_template(folder, capsys):
         said = capsys.readouterr().out
         assert (f"note: {folder} has no chat template" in said) == asked
         assert "none: the answer has one token" in said
+
+
+def tekken():
+    """A tokenizer of Mistral's: each byte is a token, after those that mark messages."""
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+               "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]",
+               "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"]  # fmt: skip
+    size = 256 + len(special)
+    config = dict(pattern=r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+|\s+", num_vocab_tokens=256, default_vocab_size=size,
+                  default_num_special_tokens=len(special), version="v7")  # fmt: skip
+    vocab = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None} for i in range(256)]
+    marks = [{"rank": i, "token_str": mark, "is_control": True} for i, mark in enumerate(special)]
+    return {"config": config, "vocab": vocab, "special_tokens": marks}, size
+
+
+def test_messages_of_mistral(tmp_path, monkeypatch, capsys):
+    """With mistral-common installed, as vLLM has it, transformers reads tekken.json without any template: `generate`
+    continued the question, and `chat` refused."""
+    pytest.importorskip("mistral_common", reason="mistral-common is not installed; vLLM brings it")
+    file, size = tekken()
+    make(lambda: mixtral(vocab_size=size)).save_pretrained(tmp_path)
+    (tmp_path / "tekken.json").write_text(json.dumps(file))
+    asked = []
+
+    def noted(model, tokenizer, inputs, *others, **named):
+        asked.append(tokenizer.decode(inputs["input_ids"][0].tolist()))
+        return answers.answer(model, tokenizer, inputs, *others, **named)
+
+    for command in (generate, chat):
+        monkeypatch.setattr(command, "answer", noted)
+    lines = iter(["hi", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    options = ["--max-new-tokens", 2, "--device", "cpu", "--recipe", "max"]
+    run("generate", tmp_path, "--prompt", "hi", *options)
+    run("generate", tmp_path, "--prompt", "hi", "--raw", *options)
+    assert "no chat template" not in capsys.readouterr().out
+    run("chat", tmp_path, "--system", "short", *options)
+    assert asked == ["<s>[INST]hi[/INST]", "<s>hi", "<s>[SYSTEM_PROMPT]short[/SYSTEM_PROMPT][INST]hi[/INST]"]
 
 
 def test_a_prompt_of_no_tokens(folder, tmp_path, capsys):

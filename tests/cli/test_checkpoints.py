@@ -21,7 +21,16 @@ from moe_nvfp4.quantize.card import _loader
 from tests.cli.commands import Terminal, mistake, run
 from tests.common import ROOT
 from tests.folders import change_config, fp8
-from tests.models import as_bytes, make, qwen3_moe, tensors
+from tests.models import as_bytes, diffusion_gemma, make, qwen3_moe, tensors
+
+
+def test_info_says_what_quantize_refuses(tmp_path, capsys):
+    """`would become NVFP4` was all it said."""
+    make(diffusion_gemma).save_pretrained(tmp_path / "a")
+    run("info", tmp_path / "a")
+    said = re.search(r"\nwarning: moe-nvfp4 quantize does not take these files: (.*)\n", capsys.readouterr().out)
+    refusal = mistake(("quantize", tmp_path / "a", tmp_path / "b"), capsys)
+    assert said[1] in refusal and "a layout that is not known" in refusal
 
 
 def test_info_of_a_model_on_the_hub(folder, tmp_path, capsys, monkeypatch):
@@ -236,7 +245,7 @@ def test_the_model_card(folder, tmp_path, monkeypatch, capsys):
         assert card.data.base_model_relation == "quantized" and card.data.base_model is None, "not a name on the Hub"
         assert card.data.eval_results is None
         assert card.text.count("Its text.") == 1
-    assert "| not quantized: `model.layers.0.mlp.experts` | excluded |" in plain.text
+    assert "| left alone: `model.layers.0.mlp.experts` | excluded |" in plain.text
     assert "24 matrices in NVFP4, recipe `max`" in plain.text and "W4A16" in plain.text
     note = "SGLang 0.5.23 on a Blackwell GPU takes these W4A16 weights for W4A4"
     assert note in plain.text and said.count(f"note: {note}") == 2  # without static scales both are W4A16 to servers

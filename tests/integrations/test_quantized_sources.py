@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moe_nvfp4.integrations.huggingface import calibration
 from moe_nvfp4.integrations.huggingface.calibration import files_importance, tokenizer_at
 from moe_nvfp4.integrations.huggingface.gptq import convert_gptq
 from moe_nvfp4.quantize.convert import convert_checkpoint
@@ -104,6 +105,15 @@ def test_no_code_of_a_checkpoint_runs(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="code of its repository is never run|does not recognize this architecture"):
         files_importance(source, IDS, device="cpu", progress=False)
     with pytest.raises(ValueError, match="the tokenizer of .* cannot be read"):
+        tokenizer_at(source)
+
+
+def test_a_tokenizer_of_a_package_that_is_not_installed(tmp_path, monkeypatch):
+    """transformers asks for tiktoken."""
+    source = folder(tmp_path, deepseek)
+    (source / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setattr(calibration, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="tokenizer.model: pip install sentencepiece"):
         tokenizer_at(source)
 
 
