@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from moe_nvfp4.format import is_global_scale
 
 # Linears that read the same rows: servers fuse them into one
-FUSED_LINEARS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"),
-                 ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("w1", "w3"))  # fmt: skip
+FUSED_LINEARS = (("q_proj", "k_proj", "v_proj", "r_proj"), ("wq_du", "wk_dv", "wv_dv", "wr_du"),
+                 ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj"), ("wq_a", "wkv"), ("in_proj_qkv", "in_proj_z"),
+                 ("in_proj_b", "in_proj_a"), ("gate_proj", "up_proj"), ("w1", "w3"))  # fmt: skip
 ACTIVATIONS = ("bf16", "nvfp4", "nvfp4_four_over_six")
 GATE_KINDS = ("silu", "gelu_tanh", "relu2", "raw")
 

@@ -31,8 +31,8 @@ ROUTER = re.compile(r"(^|\.)((\w+_)?gate|(\w+_)?router|wg)(\.|$)")
 EXPERTS = re.compile(r"(^|\.)\w*(?<!shared_)(?<!share_)experts?\.")
 SHARED = re.compile(r"(^|\.)shared?_(experts?|mlp)\.")
 ATTENTION = re.compile(
-    r"[qkvo]_proj|w[qkvo]|w?qkv(_proj)?|query_key_value|out_proj|gate_proj|(q|kv)_[ab]_proj|kv_a_proj_with_mqa|"
-    r"in_proj_(qkvz|qkv|z)", re.IGNORECASE
+    r"[qkvor]_proj|w[qkvo]|w?qkv(_proj)?|query_key_value|out_proj|gate_proj|(q|kv|o)_[ab]_proj|kv_a_proj_with_mqa|"
+    r"kv_proj|q_gate_proj|v_proj_(current|delayed)|in_proj_(qkvz|qkv|z)", re.IGNORECASE
 )  # fmt: skip
 PROJECTION = re.compile(r"(q|k|v|o|qkv)_proj")  # of attention, whatever its module is called
 MLP = re.compile(r"(gate|up|down|gate_up)_proj|w[123]|fc[12]|(in|out)put_linear")
@@ -73,7 +73,7 @@ def as_wanted(given: str | Iterable[str] | None) -> list[str]:
 
 def group_of(name: str) -> str | None:
     """The group of the linear `name`, by its name; None: it is in none."""
-    path, _, last = name.rpartition(".")
+    path, _, last = name.removesuffix(".linear").rpartition(".")  # Inkling 2 has q_proj.linear
     if last == "lm_head":
         return last
     in_layer = any(part.isdecimal() for part in path.split("."))
@@ -87,8 +87,9 @@ def group_of(name: str) -> str | None:
 
 
 def _apart(name: str) -> bool:
-    """Whether the linear `name` is in a tower, a router or an indexer."""
-    return bool(TOWER.search(name.rpartition(".")[0]) or ROUTER.search(name)) or ".indexer." in name
+    """Whether the linear `name` is in a tower, a router, a norm (A.X K2), an indexer or a compressor (DeepSeek V4)."""
+    inside = re.search(r"layernorm\.|\.(indexer|compressor)\.", name)
+    return bool(inside or TOWER.search(name.rpartition(".")[0]) or ROUTER.search(name))
 
 
 def linears_in_files(

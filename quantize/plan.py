@@ -367,7 +367,7 @@ def _check_nothing_missed(draft: _Draft, empty: bool) -> None:
         if re.search(r"shared?_expert", name) or not (in_stack or inside) or name.endswith("norm.weight"):
             continue
         module = re.sub(r"(experts?)\..*", r"\1", name)
-        owners = {module, re.sub(r"block_sparse_moe\..*", "block_sparse_moe.experts", name)}
+        owners = {module, re.sub(r"(block_sparse_moe|moe)\..*", r"\1.experts", name)}
         if owners & draft.excluded or draft.leave(module):
             continue
         if experts_module(name) is not None and stored.dtype not in DENSE:
