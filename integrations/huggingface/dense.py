@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_nvfp4.integrations.huggingface.experts import PACKED, HFExperts, refuse_changed, refuse_elsewhere
+from moe_nvfp4.integrations.huggingface.experts import (
+    PACKED,
+    HFExperts,
+    refuse_by_hand,
+    refuse_changed,
+    refuse_elsewhere,
+)
 from moe_nvfp4.integrations.huggingface.linears import to_linear
 from moe_nvfp4.prepared import check_plain
 
@@ -18,6 +24,7 @@ def make_dense(model: nn.Module, dtype: torch.dtype) -> None:
     ValueError, before anything is replaced, for modules whose weights are not those that dense ones would have: with
     adapters, with hooks or changes of a user, with weights elsewhere.
     """
+    refuse_by_hand(model)
     modules = model.named_modules(remove_duplicate=False)
     found: dict[str, Any] = {name: m for name, m in modules if isinstance(m, PACKED)}
     for name, module in found.items():

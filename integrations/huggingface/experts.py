@@ -325,6 +325,18 @@ class HFExperts(NVFP4Experts):
 PACKED = (HFExperts, NVFP4Linear)  # the 4-bit modules of a model
 
 
+def refuse_by_hand(model: nn.Module) -> None:
+    """NotImplementedError for an `NVFP4Experts` that a user put into a transformers model: its names in files, and the
+    dense module that it replaced, are not known."""
+    for name, module in model.named_modules():
+        if isinstance(module, NVFP4Experts) and not isinstance(module, HFExperts):
+            raise NotImplementedError(
+                f"{name} is {type(module).__name__}, put there by hand and not by swap_experts: it would be left out "
+                "of what is saved, calibrated, switched or made dense. Put the dense experts back and call "
+                "swap_experts(model); its layers take other weights, also of another recipe, by load_expert"
+            )
+
+
 def refuse_changed(name: str, module: Any) -> None:
     """NotImplementedError if what a 4-bit module computes was changed in a way that a dense one cannot follow."""
     refuse_added(name, module)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_nvfp4.integrations.huggingface.experts import PACKED, HFExperts
+from moe_nvfp4.integrations.huggingface.experts import PACKED, HFExperts, refuse_by_hand
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.mapped import SAVED
 from moe_nvfp4.prepared import check_plain, only_shapes
@@ -59,6 +59,7 @@ def check_savable(model: Any, state: Mapping[str, Tensor] | None = None) -> None
                 "quantized, and nothing would read them. Save the model without, and quantize what is loaded; or make "
                 "these 4-bit here (linears=...)"
             )
+    refuse_by_hand(model)
     if len(found := activations_of(model)) > 1:
         raise NotImplementedError(
             f"some 4-bit layers have activations {found[0]!r}, others {found[1]!r}, and config.json has one for "

@@ -41,6 +41,7 @@ from moe_nvfp4.integrations.huggingface.experts import (
     experts_modules,
     find_experts,
     refuse_added,
+    refuse_by_hand,
     refuse_elsewhere,
     set_implementation,
     take_over,
@@ -108,6 +109,7 @@ def swap_experts(
         )
     if other is not None:
         _check_same(other.quantization_config, config)
+    refuse_by_hand(model)
     done = [module for module in model.modules() if isinstance(module, HFExperts)]
     groups: dict[int, tuple[list[str], nn.Module, ModuleLayout]] = {}  # layers may share a module
     excluded = []
@@ -411,7 +413,9 @@ def _config(model: nn.Module, has_layers: bool) -> MoeNvfp4Config:
     """The config of a 4-bit model. ValueError if it has no 4-bit layers, or is a part of another model."""
     if not has_layers:
         raise ValueError(f"{type(model).__name__} has no 4-bit experts: call swap_experts first")
-    quantizer = getattr(_inside(model), "hf_quantizer", None)
+    inside = _inside(model)
+    refuse_by_hand(inside)
+    quantizer = getattr(inside, "hf_quantizer", None)
     if quantizer is None:
         raise ValueError(
             f"{type(model).__name__} is a part of a 4-bit model, whose config would not know: pass the whole"

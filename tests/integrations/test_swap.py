@@ -26,6 +26,7 @@ from transformers.integrations.moe import (
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeForCausalLM
 
+from moe_nvfp4 import NVFP4Experts
 from moe_nvfp4.integrations.huggingface import (
     MoeNvfp4Config,
     calibrate,
@@ -717,6 +718,35 @@ def test_linears_that_another_library_quantized_are_not_saved(tmp_path):
     with pytest.raises(NotImplementedError, match=r"q_proj is torch\.ao\..*another library quantized, and nothing"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_that_was_put_in_by_hand_is_refused(first, tmp_path):
+    """set_activations, calibrate and dequantize passed over it, and it was saved under names that nothing reads."""
+    model = make(qwen3_moe)
+    old = model.model.layers[0].mlp.experts
+    own = NVFP4Experts.from_dense(old.gate_up_proj, old.down_proj, recipe="max")
+    refused = pytest.raises(
+        NotImplementedError, match="layers.0.mlp.experts is NVFP4Experts, put there by hand.*load_expert"
+    )
+    if first:
+        model.model.layers[0].mlp.experts = own
+        with refused:
+            swap_experts(model, progress=False)
+        assert model.model.layers[0].mlp.experts is own
+        return
+    swap_experts(model, progress=False)
+    layer, w13 = model.model.layers[0].mlp.experts, old.gate_up_proj.detach()
+    for e in range(len(w13)):  # what the error advises
+        layer.load_expert(e, w13[e], old.down_proj[e].detach(), "max")
+    x, ids, weights = torch.randn(5, 64).bfloat16(), torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5)
+    assert torch.equal(layer(x, ids, weights), own(x, ids, weights))
+    model.model.layers[0].mlp.experts = own
+    for call in (lambda: set_activations(model, "nvfp4"), lambda: calibrate(model, [IDS], progress=False),
+                 model.dequantize, lambda: model.save_pretrained(tmp_path / "a")):  # fmt: skip
+        with refused:
+            call()
+    assert not (tmp_path / "a").exists()
 
 
 def test_experts_that_two_layers_share_are_swapped_for_both():
