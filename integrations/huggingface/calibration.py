@@ -31,7 +31,7 @@ from moe_nvfp4.integrations.huggingface.layerwise import (
 from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout
 from moe_nvfp4.integrations.huggingface.statistics import SquareSums, watch, watch_linears
 from moe_nvfp4.progress import progress_bar
-from moe_nvfp4.quantize.files import Checkpoint
+from moe_nvfp4.quantize.files import Checkpoint, read_json
 from moe_nvfp4.quantize.importance import Importance, fingerprint, load_importance
 from moe_nvfp4.quantize.linears import linears_of_model
 from moe_nvfp4.quantize.names import by_number, fused_names
@@ -110,6 +110,7 @@ def _windows(texts: Iterable[str], tokenizer: str | os.PathLike | None, window: 
 def tokenizer_at(source: str | os.PathLike) -> Any:
     """The tokenizer in the folder, or of the name, `source`. ValueError if there is none."""
     from transformers import AutoTokenizer
+    from transformers.utils import cached_file
 
     try:
         found = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -125,6 +126,12 @@ def tokenizer_at(source: str | os.PathLike) -> Any:
     if len(found) <= len(found.all_special_tokens):  # transformers makes an empty one where there is none
         raise ValueError(f"{source} has no tokenizer: download its files (tokenizer.json, tokenizer_config.json) into "
                          "the same folder")  # fmt: skip
+    if found.chat_template is None:  # processors of transformers 4 had it in a file of their own
+        here: dict[str, Any] = dict(
+            _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        if (file := cached_file(source, "chat_template.json", **here)) is not None:
+            found.chat_template = read_json(Path(file)).get("chat_template")
     return found
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moe_nvfp4.cli import answers, chat, generate
+from moe_nvfp4.integrations.huggingface.calibration import tokenizer_at
 from moe_nvfp4.integrations.huggingface.graphs import CACHE
 from tests.cli.commands import run
 from tests.common import ROOT, made_demo
@@ -155,6 +156,20 @@ def talkative(folder, tmp_path):
         (path / file.name).symlink_to(file)
     (path / "chat_template.jinja").write_text(CHAT)
     return path
+
+
+def test_the_template_of_a_processor(folder, tmp_path, monkeypatch, capsys):
+    """transformers 4 wrote it into chat_template.json, which its tokenizers do not read."""
+    place = tmp_path / "model"
+    place.mkdir()
+    for file in folder.iterdir():
+        (place / file.name).symlink_to(file)
+    (place / "chat_template.json").write_text(json.dumps({"chat_template": CHAT}))
+    tokenizer = tokenizer_at(place)
+    made = answers.encode(tokenizer, [{"role": "user", "content": "Hi"}])["input_ids"][0]
+    assert made.tolist() == tokenizer("u:Hi;a:").input_ids
+    run("generate", place, "--prompt", "Hi", "--max-new-tokens", 1, "--device", "cpu")
+    assert "no chat template" not in capsys.readouterr().out
 
 
 def test_chat(talkative, monkeypatch, capsys):
