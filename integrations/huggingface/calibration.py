@@ -110,7 +110,7 @@ def _windows(texts: Iterable[str], tokenizer: str | os.PathLike | None, window: 
 def tokenizer_at(source: str | os.PathLike) -> Any:
     """The tokenizer in the folder, or of the name, `source`. ValueError if there is none."""
     from transformers import AutoTokenizer
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     try:
         found = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -127,10 +127,10 @@ def tokenizer_at(source: str | os.PathLike) -> Any:
         raise ValueError(f"{source} has no tokenizer: download its files (tokenizer.json, tokenizer_config.json) into "
                          "the same folder")  # fmt: skip
     if found.chat_template is None:  # processors of transformers 4 had it in a file of their own
-        here: dict[str, Any] = dict(
+        quiet: dict[str, Any] = dict(
             _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
         )
-        if (file := cached_file(source, "chat_template.json", **here)) is not None:
+        if (file := cached_file(source, "chat_template.json", **quiet)) is not None:
             found.chat_template = read_json(Path(file)).get("chat_template")
     return found
 
