@@ -124,6 +124,7 @@ def swap_experts(
         _check_weights(names[0], module, layout)
     check_for_dense(config)
     quantizer = MoeNvfp4Quantizer(config, pre_quantized=False)
+    config = quantizer.quantization_config  # a copy, which will know what stays dense, and later changes
     with _whole(done):
         quantizer.chosen = choose_linears(model, config)
     _check_linears(model, quantizer.chosen)

@@ -903,6 +903,32 @@ def test_two_models_of_one_config_say_what_each_is(tmp_path):
     assert torch.equal(logits(load(tmp_path / "other", torch.float32)), logits(other))
 
 
+@pytest.mark.parametrize("made", ["swapped", "loaded", "copied", "pickled", "interrupted"])
+def test_the_config_says_what_the_model_is_before_it_is_saved(made, tmp_path, monkeypatch):
+    """swap_experts put one config into the model and kept another: `config.save_pretrained` beside weights that another
+    program wrote said W4A16 of a W4A4 model, and 4-bit of its dense linears."""
+    source = folder(tmp_path, qwen3_moe)
+    if made == "loaded":
+        model = load(source, quantization_config=MoeNvfp4Config(linears="attention"))
+    else:
+        model = load(source)
+        if made == "interrupted":
+            with monkeypatch.context() as patch:
+                patch.setattr(swap, "_quantized", lambda *args: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    swap_experts(model, linears="attention", progress=False)
+        swap_experts(model, linears="attention", progress=False)
+    if made in ("copied", "pickled"):
+        model = copy.deepcopy(model) if made == "copied" else pickle.loads(pickle.dumps(model))
+    calibrate(set_activations(model, "nvfp4"), [IDS], progress=False)
+    model.config.save_pretrained(tmp_path / "alone")
+    model.save_pretrained(tmp_path / "whole")
+    alone, whole = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("alone", "whole"))
+    assert alone["quantization_config"] == whole["quantization_config"]
+    assert "lm_head" in whole["quantization_config"]["ignore"]
+    assert model.config.quantization_config is model.hf_quantizer.quantization_config
+
+
 def test_weights_that_are_not_there_or_of_another_dtype_are_named():
     with torch.device("meta"):
         model = qwen3_moe()
