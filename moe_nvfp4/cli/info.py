@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
     sub = command(
         commands, "info", run, "show what is in a model",
         "List the experts of MODEL: layers, sizes, gate, format, bytes before and after, and which "
-        "would be skipped and why. Reads only headers and config.",
+        "would be skipped and why; layers of multi-token prediction are not counted. Reads only headers and config.",
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_exclude(sub, "experts modules")
@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> None:
             experts[name] = _row(module, layout, chosen.activations)
     unused = (p[layout.num_experts :] for m, layout in modules.values() for p in m.parameters(recurse=False))
     total = 2 * (sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in unused))  # see `bf16_bytes`
+    saved = model.state_dict().keys()
+    total += sum(b.nbytes for name, b in model.named_buffers() if name in saved)  # MiniMax has large ones
     dense, packed = (sum(getattr(row, key) for row in experts.values()) for key in ("bytes_bf16", "bytes_nvfp4"))
     linears = [model.get_submodule(name).weight.shape for name, of in found.linears.items() if of.kind == "nvfp4"]
     of_linears = sum(2 * N * K for N, K in linears), sum(N * K // 2 + N * -(-K // 16) + 4 for N, K in linears)

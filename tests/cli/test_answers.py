@@ -422,7 +422,7 @@ def _jamba():
         expert_layer_period=2, expert_layer_offset=1, use_mamba_kernels=False, pad_token_id=0))  # fmt: skip
 
 
-def _minimax():
+def minimax():
     """One of linear attention, in a cache that has no keys and values in its first layer."""
     from transformers import MiniMaxConfig, MiniMaxForCausalLM
 
@@ -432,7 +432,7 @@ def _minimax():
 
 
 @pytest.mark.slow_after(2)
-@pytest.mark.parametrize("family", [_jamba, _minimax, glm_moe_dsa])
+@pytest.mark.parametrize("family", [_jamba, minimax, glm_moe_dsa])
 def test_chat_with_a_model_that_keeps_more_than_keys_and_values(family, talkative):
     """transformers' models of these families compute something else when several tokens come at once, as the next
     message does."""

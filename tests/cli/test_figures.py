@@ -14,9 +14,10 @@ from moe_nvfp4.kernels import proof
 from moe_nvfp4.kernels.cpu import backend as cpu
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from tests.cli.commands import mistake, run
+from tests.cli.test_answers import minimax
 from tests.common import ROOT
 from tests.folders import change_config
-from tests.models import make, mixtral
+from tests.models import make, mixtral, tensors
 
 
 @pytest.mark.slow
@@ -155,6 +156,17 @@ def test_env_says_that_nothing_is_checked(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("MOE_NVFP4_CHECK", value)
         run("env")
         assert re.search(rf"^  cpu +experts .*; {said}$", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.slow_after(1)
+def test_the_size_of_a_model_is_that_of_its_files(tmp_path, capsys):
+    """Buffers, which files have, were not counted."""
+    make(minimax).save_pretrained(tmp_path / "a")
+    sizes = lambda path: sum(t.nbytes for t in tensors(path).values())
+    run("quantize", tmp_path / "a", tmp_path / "b", "--quiet")
+    for path, key in ((tmp_path / "a", "model_bf16"), (tmp_path / "b", "model_nvfp4")):
+        run("info", path, "--json")
+        assert json.loads(capsys.readouterr().out)["bytes"][key] == sizes(path)
 
 
 @pytest.mark.slow
