@@ -478,6 +478,19 @@ def config_of_new_files(source: Mapping, quantization_config: dict, dtype: str |
     return config
 
 
+def _excluded(draft: _Draft) -> list[str]:
+    """What `exclude` says, and the model's names of other experts that are left alone, where files have stacks of these
+    under another name: the ignore list has that one, which their reader does not know (Inkling)."""
+    found = list(draft.options.exclude)
+    stacks = {module for module in draft.excluded
+              if any(experts_module(name) is None for name in draft.left if name.startswith(f"{module}."))}  # fmt: skip
+    for module in sorted(stacks, key=by_number):
+        name = None if draft.model is None else draft.model.experts_module(module)
+        if name is not None and name != module and not any(names_experts(p, name) for p in found):
+            found.append(name)
+    return found
+
+
 def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
     o = draft.options
     written = [name for job in draft.jobs for name in job.outputs]
@@ -485,7 +498,7 @@ def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
     used = info is not None and info.activations != "bf16"
     has_input_scale = used and any(name.endswith(f".{o.target.input_scale}") for name in written)
     has_pre_quant_scale = info is not None and any(name.endswith(f".{PRE_QUANT_SCALE}") for name in written)
-    own = {"activations": o.activations, "recipe": o.recipe, "exclude": list(o.exclude), "input_scale": False}
+    own = {"activations": o.activations, "recipe": o.recipe, "exclude": _excluded(draft), "input_scale": False}
     if info is not None:
         own = {"activations": info.activations, **draft.source.own, "input_scale": has_input_scale}
     dense = draft.dense | (set() if any(name.endswith("lm_head") for name in draft.matrices) else {"lm_head"})

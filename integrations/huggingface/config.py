@@ -88,6 +88,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         _check_known(unknown)
         chosen = dict(activations=activations, recipe=recipe, exclude=exclude, linears=linears, dialect=dialect,
                       calibration=calibration, cpu_experts=cpu_experts, map_files=map_files or None)  # fmt: skip
+        self.settled = True  # whether fields that are assigned are no longer a user's choice
         self.chosen = {name: value for name, value in chosen.items() if value is not None}
         self.activations = "bf16" if activations is None else activations
         wanted = as_wanted(linears)
@@ -113,6 +114,15 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         self.unknown: dict[str, Any] = {}  # what other tools wrote, carried through
         self.described = False  # whether this says what files are, and not how to make them
         self.unread: Exception | None = None  # of a folder that becomes NVFP4 if asked for: why nothing else reads it
+        for name in {"exclude", "linears"} & self.chosen.keys():
+            if not isinstance(self.chosen[name], str):  # it may be an iterator
+                self.chosen[name] = getattr(self, name)
+        self.settled = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIELDS and not self.settled:
+            self.chosen[name] = value  # `resolve` checks it
+        super().__setattr__(name, value)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -140,7 +150,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                              "it again") from None  # fmt: skip
         result.unknown, result.described = config, described
         if described:
-            result.chosen = {}
+            result.chosen, result.settled = {}, True
         result.weights_only = info is not None and info.activations == "bf16"
         return (result, {}) if return_unused_kwargs else result
 
@@ -169,6 +179,8 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     def get_loading_attributes(self) -> dict[str, Any]:
         """For transformers, which sets these attributes of the config that a folder's config.json says: the fields that
         the user gave, and which quantizer is to load the folder. `resolve` takes them from there."""
+        if not self.settled:
+            MoeNvfp4Config(**self.chosen)  # what was assigned may be no choice
         said = {"activations": self.activations} if self.described or self.activations != "bf16" else {}
         if self.linears == "dense":
             said["linears"] = "dense"
@@ -199,8 +211,10 @@ def resolve(config: Any) -> tuple[MoeNvfp4Config, bool]:
     for name in ("modules_to_not_convert", "use_optimized_inference"):  # options of other packages' configs
         if getattr(source, name, None):
             raise ValueError(f"{name} has no effect on files that are NVFP4 already: leave it out")
-    plain = MoeNvfp4Config()  # a user may load other models by `source`, which may be of the registry's reader's class
-    vars(plain).update(vars(source))
+    # A user may load other models by `source`, which may be of the registry's reader's class
+    plain = MoeNvfp4Config(**({} if source.settled else source.chosen))
+    vars(plain).update({key: v for key, v in vars(source).items() if source.settled or key not in FIELDS})
+    plain.chosen, plain.settled = dict(source.chosen), True
     return plain, converts
 
 

@@ -47,9 +47,17 @@ class NVFP4LoraConfig(LoraConfig):
     nvfp4_layers: list[str] | None = None
 
     def __post_init__(self) -> None:
-        self.says_version = self.peft_version is not None  # else PEFT takes its own
+        # PEFT saves adapters for inference; of one whose file has no version, it takes its own
+        self.says_version = self.peft_version is not None or not self.inference_mode
         super().__post_init__()
         check_flag("nvfp4_mergeable", self.nvfp4_mergeable)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As PEFT's; without our fields where they say nothing, as a PEFT without this library warns of them."""
+        found: dict[str, Any] = super().to_dict()
+        if not self.nvfp4_mergeable:
+            found = {key: value for key, value in found.items() if not key.startswith("nvfp4_")}
+        return found
 
 
 @dataclass

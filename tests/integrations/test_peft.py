@@ -15,6 +15,7 @@ from peft import (  # noqa: E402
     LoraConfig,
     PeftModel,
     PeftType,
+    get_peft_config,
     get_peft_model,
     initialize_lora_eva_weights,
 )  # fmt: skip
@@ -514,6 +515,19 @@ def test_adapters_of_experts_by_an_older_peft(family, version, refused, tmp_path
     assert version in (None, loading(48).peft_config["default"].peft_version)  # as a later PEFT saves them again
     with pytest.raises(NotImplementedError, match=r"by PEFT before 0\.19\.1, which"):
         loading(48, exchanged)
+
+
+def test_a_new_adapter_that_a_dictionary_describes(tmp_path):
+    """PEFT makes our config of it, which has no version, as the files of an old PEFT have none."""
+    described = dict(peft_type="LORA", task_type="CAUSAL_LM", r=4, target_parameters=["experts.down_proj"])
+    square = lambda: qwen3_moe(4, SMALL["hidden_size"])
+    model = swap_experts(make(square, torch.float32), progress=False)
+    get_peft_model(model, get_peft_config(described)).save_pretrained(tmp_path / "new")
+    again = PeftModel.from_pretrained(make(square), tmp_path / "new", is_trainable=True)
+    again.save_pretrained(tmp_path / "again")
+    for name in ("new", "again"):
+        said = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        assert said["target_parameters"] == ["experts.down_proj"] and not [key for key in said if "nvfp4" in key]
 
 
 def test_adapters_of_single_experts_by_an_older_peft(tmp_path):

@@ -39,7 +39,9 @@ from moe_nvfp4.integrations.huggingface import (
 from moe_nvfp4.integrations.huggingface import experts as hf_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
+from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import matches
+from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from moe_nvfp4.weights import Gate
 from tests.common import THRESHOLDS, relative_error, stand_for_hopper
@@ -974,6 +976,12 @@ def test_the_config_of_a_model_in_memory_loads_another(tmp_path):
     assert model.config.quantization_config.activations == "nvfp4", "each has a config of its own"
 
 
+def experts_of(model):
+    """The 4-bit experts of each layer, or None."""
+    modules = (layer.mlp.experts for layer in model.model.layers)
+    return [experts if isinstance(experts, HFExperts) else None for experts in modules]
+
+
 def test_unknown_fields_are_refused_with_the_nearest(tmp_path):
     for field, near in (("activation", "activations"), ("excludes", "exclude"), ("recipes", "recipe")):
         with pytest.raises(TypeError, match=f"has no field '{field}' .did you mean '{near}'..; it has"):
@@ -987,6 +995,40 @@ def test_unknown_fields_are_refused_with_the_nearest(tmp_path):
     swap_experts(make(qwen3_moe), progress=False).save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="has no field 'linear' .did you mean 'linears'"):
         checkpoint_config(tmp_path, linear="dense")
+
+
+@pytest.mark.parametrize("assign", [lambda config, field, value: setattr(config, field, value),
+                                    lambda config, field, value: config.update(**{field: value})])  # fmt: skip
+def test_fields_that_are_assigned_count(assign, tmp_path):
+    """As those that are given. linears of dense files, and map_files and cpu_experts of 4-bit ones, had no effect."""
+    dense = folder(tmp_path, qwen3_moe)
+    convert_checkpoint(dense, tmp_path / "4-bit", Options(activations="nvfp4"), progress=False)
+
+    def loading(source, field, value, **given):
+        config = MoeNvfp4Config(**given)
+        assign(config, field, value)
+        return load(source, quantization_config=config), config
+
+    count = lambda model: sum(isinstance(m, NVFP4Linear) for m in model.modules())
+    model, config = loading(dense, "linears", "attention")
+    assert count(model) == 8
+    assign(config, "linears", "lm_head")  # for the next model
+    assert model.hf_quantizer.quantization_config.linears == ["attention"]
+    assert count(load(dense, quantization_config=config)) == 1
+    assert not experts_of(loading(dense, "exclude", "model.layers.0.*")[0])[0]
+    for field, value, given in (
+        ("map_files", True, {}), ("cpu_experts", "all", {}), ("activations", "bf16", dict(activations="nvfp4")),
+        ("activations", "bf16", {}),
+    ):  # fmt: skip
+        layer = experts_of(loading(tmp_path / "4-bit", field, value, **given)[0])[1]
+        assert layer.activations == ("bf16" if field == "activations" else "nvfp4")
+        assert (layer.mapped, layer.on_cpu) == (field == "map_files", field != "activations")
+    for source, field, value, message in (
+        (tmp_path / "4-bit", "recipe", "max", "recipe would have no effect"), (dense, "linears", "dense", "no effect"),
+        (tmp_path / "4-bit", "activations", "fp8", "got 'fp8'"), (dense, "recipe", "best", "recipe 'best'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            loading(source, field, value)
 
 
 def test_a_config_from_a_dictionary_counts(tmp_path):

@@ -376,6 +376,19 @@ def test_experts_that_are_stacks_are_excluded_by_either_name(tmp_path):
         assert len(kept) == 3 and all(n.startswith("model.layers.0.moe.") for n in kept)
 
 
+@pytest.mark.parametrize("family", [inkling, inkling2], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("which", [{"include": "model.llm.layers.0.mlp.experts"},
+                                   {"exclude": "model.llm.layers.1.mlp.experts"}], ids=lambda w: [*w][0])  # fmt: skip
+def test_stacks_that_stay_dense_under_the_names_of_files(which, family, tmp_path):
+    """The folder could not be loaded: its list names the module in files, which Inkling calls otherwise."""
+    source = folder(tmp_path, family)
+    path = converted(source, tmp_path / "b", recipe="max", **which)
+    model = loaded(path)
+    kinds = {name: type(m).__name__ for name, m in model.named_modules() if name.endswith(".experts")}
+    assert [kind == "HFExperts" for kind in kinds.values()] == [True, False], kinds
+    assert verify_checkpoint(path, source).warnings == []
+
+
 def test_what_stays_dense_is_named_by_its_layers():
     """* where that goes for all linears of such a name, for one reason; else the numbers for which it goes."""
 
