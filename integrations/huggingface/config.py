@@ -114,9 +114,9 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         self.unknown: dict[str, Any] = {}  # what other tools wrote, carried through
         self.described = False  # whether this says what files are, and not how to make them
         self.unread: Exception | None = None  # of a folder that becomes NVFP4 if asked for: why nothing else reads it
-        for name in {"exclude", "linears"} & self.chosen.keys():
-            if not isinstance(self.chosen[name], str):  # it may be an iterator
-                self.chosen[name] = getattr(self, name)
+        for name, items in (("exclude", self.exclude), ("linears", wanted)):
+            if not isinstance(self.chosen.get(name, ""), str):  # it may be an iterator
+                self.chosen[name] = items
         self.settled = False
 
     def __setattr__(self, name: str, value: Any) -> None:
