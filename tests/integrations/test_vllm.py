@@ -900,6 +900,15 @@ def test_mamba_modules_have_other_names_in_vllm():
     assert not Config.from_config(NVFP4).ignores("model.layers.0.mixer.in_proj")
 
 
+def test_attention_of_ling_has_other_names_in_vllm():
+    """Ling 2.5's loader renames it. Its dense attention was taken for 4-bit, and the folder refused."""
+    config = Config.from_config(NVFP4 | {"ignore": ["model.layers.*.attention*", "lm_head"]})
+    for part in ("query_key_value", "dense", "g_proj", "fused_qkv_a_proj", "q_b_proj", "o_proj"):
+        assert config.ignores(f"model.layers.1.self_attn.{part}")
+    assert not config.ignores("model.layers.1.mlp.experts")
+    assert not Config.from_config(NVFP4).ignores("model.layers.1.self_attn.dense")
+
+
 def test_a_linear_without_a_name():
     """What the files have under that name decides, if they are here."""
     config = Config.from_config(NVFP4 | {"ignore": ["model.layers.*.mlp.shared_experts*", "lm_head"]})
