@@ -29,8 +29,8 @@ IN_VAIN = 2  # forwards in a row in which not all took their columns, after whic
 def join(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[NVFP4Linear, ...]]:
     """Join all linears inside `model` that read the same rows, where their kernels for rows of `dtype` can compute them
     as one. Yields those that are joined."""
-    for parent, linears in siblings(model):
-        if backend_of(linears, lambda linear: linear.backend(dtype)) is None:
+    for parent, found in siblings(model):
+        if not (linears := joinable(found, lambda linear: linear.backend(dtype))):
             continue
         joined = linears[0].joined
         if joined is None or joined.linears != linears:
@@ -44,6 +44,12 @@ def backend_of(linears: Sequence[NVFP4Linear], each: Callable[[NVFP4Linear], Bac
     """What computes `linears` as one: the backend of `each`, if all have the same and it can."""
     first, *others = map(each, linears)
     return first if all(other is first for other in others) and first.joins(parts_of(linears)) else None
+
+
+def joinable(linears: tuple[NVFP4Linear, ...], each: Callable[[NVFP4Linear], Backend]) -> tuple[NVFP4Linear, ...]:
+    """Those of `linears` that the backend of `each` computes as one: all, or the first three (the portable kernels take
+    no more, and Inkling has four), or none."""
+    return next((some for some in (linears, linears[:3]) if backend_of(some, each) is not None), ())
 
 
 def siblings(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[NVFP4Linear, ...]]]:

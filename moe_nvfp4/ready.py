@@ -13,7 +13,7 @@ from torch import nn
 from moe_nvfp4.backends import PACKAGES, Backend, Device, Gpu, Selected, explain
 from moe_nvfp4.checks import check_dtype
 from moe_nvfp4.experts import NVFP4Experts
-from moe_nvfp4.joined import as_one, backend_of, join, siblings
+from moe_nvfp4.joined import as_one, join, joinable, siblings
 from moe_nvfp4.kernels import offload
 from moe_nvfp4.kernels.calls import Call, compile_ahead
 from moe_nvfp4.kernels.common import ahead
@@ -101,10 +101,10 @@ def compile_for(
             backend = explain(problem, device, forced).backend
             module._prepare_for(Selected(backend.name, backend.layout))
             calls.append((backend, Call.of(module.weights, dtype)))
+    each = lambda linear: explain(linear._problem(dtype)[0], device, forced).backend
     for _, linears in siblings(model):
-        found = backend_of(linears, lambda linear: explain(linear._problem(dtype)[0], device, forced).backend)
-        if found is not None:
-            calls.append((found, Call.of(as_one(linears), dtype)))
+        if some := joinable(linears, each):
+            calls.append((each(some[0]), Call.of(as_one(some), dtype)))
     if (
         missing := {package for backend, _ in calls for package in backend.packages}
         - Device.of(torch.device("cpu")).packages

@@ -117,10 +117,10 @@ def tokenizer_at(source: str | os.PathLike) -> Any:
     except ImportError:
         raise
     except Exception as error:
+        what = f"{type(error).__name__}: {error}"[:300]
         here = [name for name in ("tokenizer.json", "tokenizer.model") if os.path.isfile(os.path.join(source, name))]
         if here == ["tokenizer.model"] and find_spec("sentencepiece") is None:
-            raise ValueError(f"{source}: to read its tokenizer.model: pip install sentencepiece") from None
-        what = f"{type(error).__name__}: {error}"[:300]
+            raise ValueError(f"{source}: tokenizer.model cannot be read ({what}): pip install sentencepiece") from None
         raise ValueError(f"the tokenizer of {source} cannot be read ({what}): download its files (tokenizer.json, "
                          "tokenizer_config.json) into the same folder") from None  # fmt: skip
     if len(found) <= len(found.all_special_tokens):  # transformers makes an empty one where there is none

@@ -120,8 +120,12 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         self.settled = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in FIELDS and not self.settled:
-            self.chosen[name] = value  # `resolve` checks it
+        if name in FIELDS and not self.settled:  # `resolve` checks it
+            self.chosen[name] = value
+            if value is None:
+                del self.chosen[name]
+            if name == "exclude":
+                value = as_patterns(value, name)
         super().__setattr__(name, value)
 
     @classmethod

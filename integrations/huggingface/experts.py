@@ -333,7 +333,8 @@ def refuse_by_hand(model: nn.Module) -> None:
             raise NotImplementedError(
                 f"{name} is {type(module).__name__}, put there by hand and not by swap_experts: it would be left out "
                 "of what is saved, calibrated, switched or made dense. Put the dense experts back and call "
-                "swap_experts(model); its layers take other weights, also of another recipe, by load_expert"
+                "swap_experts(model), with exclude where their form is not supported; its layers take other weights, "
+                "also of another recipe, by load_expert"
             )
 
 

@@ -412,10 +412,10 @@ def set_activations(model: Model, activations: str) -> Model:
 
 def _config(model: nn.Module, has_layers: bool) -> MoeNvfp4Config:
     """The config of a 4-bit model. ValueError if it has no 4-bit layers, or is a part of another model."""
-    if not has_layers:
-        raise ValueError(f"{type(model).__name__} has no 4-bit experts: call swap_experts first")
     inside = _inside(model)
     refuse_by_hand(inside)
+    if not has_layers:
+        raise ValueError(f"{type(model).__name__} has no 4-bit experts: call swap_experts first")
     quantizer = getattr(inside, "hf_quantizer", None)
     if quantizer is None:
         raise ValueError(

@@ -51,10 +51,17 @@ def encode(tokenizer: Any, prompt: str | list[Message]) -> dict[str, Tensor]:
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt")
     else:
-        messages = prompt if _of_mistral(tokenizer) else _in_form(tokenizer, prompt)
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        # mistral-common refuses an answer that was empty, and writes a space as nothing
+        as_text = [message | {"content": message["content"] or " "} for message in prompt]
+        messages = as_text if _of_mistral(tokenizer) else _in_form(tokenizer, prompt)
+        try:
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:
+            if not type(error).__module__.startswith("mistral_common"):
+                raise
+            raise ValueError(f"the model's tokenizer refuses the conversation: {error}") from None
     if inputs["input_ids"].shape[1] == 0:
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         raise ValueError(f"the tokenizer makes no tokens of the prompt {text!r}: write another")

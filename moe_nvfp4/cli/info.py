@@ -123,9 +123,11 @@ def _refused_by_quantize(files: Checkpoint, experts: Iterable[str]) -> Iterator[
     from moe_nvfp4.quantize.plan import plan_of
 
     try:
-        plan_of(files, experts)
+        why = None if plan_of(files, experts).matrices else "it finds no experts in them"
     except (ValueError, NotImplementedError) as error:
-        yield f"warning: moe-nvfp4 quantize does not take these files: {error}"
+        why = str(error)
+    if why is not None:
+        yield f"warning: moe-nvfp4 quantize does not take these files: {why}"
 
 
 class _Row(NamedTuple):

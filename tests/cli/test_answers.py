@@ -73,18 +73,20 @@ def test_messages_of_mistral(tmp_path, monkeypatch, capsys):
 
     def noted(model, tokenizer, inputs, *others, **named):
         asked.append(tokenizer.decode(inputs["input_ids"][0].tolist()))
-        return answers.answer(model, tokenizer, inputs, *others, **named)
+        said = answers.answer(model, tokenizer, inputs, *others, **named)
+        return said._replace(ids=said.ids[: said.prompt], cache=None)  # that ends at once
 
     for command in (generate, chat):
         monkeypatch.setattr(command, "answer", noted)
-    lines = iter(["hi", "/quit"])
+    lines = iter(["hi", "again", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     options = ["--max-new-tokens", 2, "--device", "cpu", "--recipe", "max"]
     run("generate", tmp_path, "--prompt", "hi", *options)
     run("generate", tmp_path, "--prompt", "hi", "--raw", *options)
     assert "no chat template" not in capsys.readouterr().out
     run("chat", tmp_path, "--system", "short", *options)
-    assert asked == ["<s>[INST]hi[/INST]", "<s>hi", "<s>[SYSTEM_PROMPT]short[/SYSTEM_PROMPT][INST]hi[/INST]"]
+    first = "<s>[SYSTEM_PROMPT]short[/SYSTEM_PROMPT][INST]hi[/INST]"
+    assert asked == ["<s>[INST]hi[/INST]", "<s>hi", first, f"{first}</s>[INST]again[/INST]"]
 
 
 def test_a_prompt_of_no_tokens(folder, tmp_path, capsys):

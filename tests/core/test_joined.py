@@ -17,7 +17,7 @@ from moe_nvfp4 import NVFP4Experts, joined, prepared, ready
 from moe_nvfp4 import format as nvfp4
 from moe_nvfp4.joined import IN_VAIN, join
 from moe_nvfp4.linear import NVFP4Linear
-from tests.common import THRESHOLDS, Kernels, relative_error, stand_for_hopper
+from tests.common import THRESHOLDS, Kernels, PlainKernels, relative_error, stand_for_hopper
 
 K = 96
 ROWS = {"q_proj": 256, "k_proj": 128, "v_proj": 80}
@@ -104,6 +104,19 @@ def test_one_launch_computes_all(bias, activations):
         for y, w, linear in zip(found, weights, model.children(), strict=True):
             y64 = x.double() @ w.double().T + (linear.bias.double() if bias else 0)
             assert relative_error(y, y64) < THRESHOLDS["half"]
+
+
+@pytest.mark.parametrize(("most", "launches"), [(4, 1), (3, 2), (2, 4)])
+def test_of_four_the_kernels_take_all_or_three(most, launches, monkeypatch):
+    """Inkling has q, k, v and r. The portable kernels take no more than three, and took none of these."""
+    for kernels in (Kernels, PlainKernels):
+        monkeypatch.setattr(kernels, "joins", lambda self, parts: len(parts) <= most)
+    model, x = Attention({"q_proj": 256, "k_proj": 128, "v_proj": 128, "r_proj": 80}), tokens(2, 5)
+    want = alone(model, x)
+    ready.prepare(model)
+    with torch.no_grad():
+        counts, found = counted(model, x)
+    assert counts == launches and same(found, want)
 
 
 def alone_modules(model):

@@ -744,8 +744,12 @@ def test_a_layer_that_was_put_in_by_hand_is_refused(first, tmp_path):
     x, ids, weights = torch.randn(5, 64).bfloat16(), torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5)
     assert torch.equal(layer(x, ids, weights), own(x, ids, weights))
     model.model.layers[0].mlp.experts = own
-    for call in (lambda: set_activations(model, "nvfp4"), lambda: calibrate(model, [IDS], progress=False),
-                 model.dequantize, lambda: model.save_pretrained(tmp_path / "a")):  # fmt: skip
+    alone = make(qwen3_moe)
+    for layer in alone.model.layers:
+        layer.mlp.experts = own
+    for call in (lambda: set_activations(model, "nvfp4"), lambda: set_activations(alone, "nvfp4"),
+                 lambda: calibrate(model, [IDS], progress=False), model.dequantize,
+                 lambda: model.save_pretrained(tmp_path / "a")):  # fmt: skip
         with refused:
             call()
     assert not (tmp_path / "a").exists()
@@ -1023,6 +1027,10 @@ def test_fields_that_are_assigned_count(assign, tmp_path):
         layer = experts_of(loading(tmp_path / "4-bit", field, value, **given)[0])[1]
         assert layer.activations == ("bf16" if field == "activations" else "nvfp4")
         assert (layer.mapped, layer.on_cpu) == (field == "map_files", field != "activations")
+    loading(tmp_path / "4-bit", "exclude", None)
+    config = MoeNvfp4Config()
+    assign(config, "exclude", "model.layers.0.*")
+    assert config.excludes("model.layers.0.mlp.experts") and not config.excludes("model.layers.1.mlp.experts")
     for source, field, value, message in (
         (tmp_path / "4-bit", "recipe", "max", "recipe would have no effect"), (dense, "linears", "dense", "no effect"),
         (tmp_path / "4-bit", "activations", "fp8", "got 'fp8'"), (dense, "recipe", "best", "recipe 'best'"),
