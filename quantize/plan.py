@@ -498,9 +498,10 @@ def _quantization_config(draft: _Draft, info: QuantizationInfo | None) -> dict:
     used = info is not None and info.activations != "bf16"
     has_input_scale = used and any(name.endswith(f".{o.target.input_scale}") for name in written)
     has_pre_quant_scale = info is not None and any(name.endswith(f".{PRE_QUANT_SCALE}") for name in written)
-    own = {"activations": o.activations, "recipe": o.recipe, "exclude": _excluded(draft), "input_scale": False}
     if info is not None:
         own = {"activations": info.activations, **draft.source.own, "input_scale": has_input_scale}
+    else:
+        own = {"activations": o.activations, "recipe": o.recipe, "exclude": _excluded(draft), "input_scale": False}
     dense = draft.dense | (set() if any(name.endswith("lm_head") for name in draft.matrices) else {"lm_head"})
     ignore = ignore_patterns(dense, set(draft.matrices), draft.excluded, o.target, draft.source.layers)
     new = o.target.write(ignore, has_input_scale, own, __version__, has_pre_quant_scale)

@@ -121,9 +121,10 @@ class MoeNvfp4Config(QuantizationConfigMixin):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FIELDS and not self.settled:  # `resolve` checks it
-            self.chosen[name] = value
             if value is None:
-                del self.chosen[name]
+                self.chosen.pop(name, None)
+            else:
+                self.chosen[name] = value
             if name == "exclude":
                 value = as_patterns(value, name)
         super().__setattr__(name, value)

@@ -51,9 +51,10 @@ def encode(tokenizer: Any, prompt: str | list[Message]) -> dict[str, Tensor]:
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt")
     else:
-        # mistral-common refuses an answer that was empty, and writes a space as nothing
-        as_text = [message | {"content": message["content"] or " "} for message in prompt]
-        messages = as_text if _of_mistral(tokenizer) else _in_form(tokenizer, prompt)
+        if _of_mistral(tokenizer):  # it refuses an answer that was empty, and writes a space as nothing
+            messages: list[Any] = [message | {"content": message["content"] or " "} for message in prompt]
+        else:
+            messages = _in_form(tokenizer, prompt)
         try:
             inputs = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -54,10 +54,10 @@ def run(args: argparse.Namespace) -> None:
     chosen = MoeNvfp4Config(exclude=args.exclude) if quantization is None else MoeNvfp4Config.from_dict(quantization)
     model = empty_model(config, source)
     modules, skipped = _experts_modules(model)
-    checkpoint, found = None, CheckpointLayout()  # what the files hold, whatever their config says
+    dense_files, checkpoint, found = None, None, CheckpointLayout()  # what the files hold, whatever their config says
     files = weights_of(source)
     if files is not None and quantization is None:  # these two refuse what loading refuses
-        check_whole(model, str(files))
+        dense_files = check_whole(model, str(files))
     elif files is not None:
         checkpoint = open_checkpoint(files)
         found = read_layout(checkpoint, model, list(modules), chosen.activations)
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> None:
     names = [*experts, *(name for name, _ in skipped)]
     unknown = next((p for p in args.exclude if not any(names_experts(p, name) for name in names)), None)
     warnings = [] if checkpoint is None or not experts else list(scale_warnings(checkpoint))
-    if files is not None and quantization is None and experts:
-        warnings += _refused_by_quantize(open_checkpoint(files), experts)
+    if dense_files is not None and experts:
+        warnings += _refused_by_quantize(dense_files, experts)
     if files is None and quantization is not None:
         warnings.append(
             f"warning: the weights of {args.model} are not on this machine, so this is what its config "

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from moe_nvfp4.quantize.files import Checkpoint
+
 READ = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # the files that a model is read from
 
 
@@ -175,9 +177,9 @@ def config_errors(source: str) -> Iterator[None]:
         ) from None
 
 
-def check_whole(model: Any, source: str) -> None:
-    """ValueError if the files of `source`, which are not NVFP4, lack a tensor of `model`, where transformers would put
-    random ones."""
+def check_whole(model: Any, source: str) -> Checkpoint:
+    """The files of `source`, which are not NVFP4. ValueError if they lack a tensor of `model`, where transformers would
+    put random ones."""
     from moe_nvfp4.integrations.huggingface.files import check_dense
     from moe_nvfp4.quantize.dense import dense_given
     from moe_nvfp4.quantize.files import open_checkpoint
@@ -188,6 +190,7 @@ def check_whole(model: Any, source: str) -> None:
         ModelTensors(model).check(dense_given(files))
     else:
         check_dense(files, model)
+    return files
 
 
 def tokenizer_of(source: str) -> Any:
