@@ -16,7 +16,7 @@ from moe_nvfp4.backends import Device, Problem, explain
 from moe_nvfp4.integrations.placement import no_gpu
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
-from moe_nvfp4.integrations.vllm.loading import NO_AWQ, check_files, dense_names, folder_of, opened
+from moe_nvfp4.integrations.vllm.loading import NO_AWQ, check_files, dense_names, folder_of, headers
 from moe_nvfp4.integrations.vllm.placement import Placement
 from moe_nvfp4.integrations.vllm.unwritten import Converted
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
@@ -214,7 +214,7 @@ class MoeNvfp4Config(QuantizationConfig):
         if self.base is not None:
             self.check_head(hf_config)
             self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
-            if (source := coming or opened(model_name)) is not None:
+            if (source := coming or headers(model_name, revision)) is not None:
                 check_files(source, self.info)
                 self.dense = dense_names(source, self.info)
                 self.static = any(name.endswith(f".{self.info.dialect.input_scale}") for name in source.tensors)

@@ -932,6 +932,39 @@ def test_a_name_that_vllm_empties_does_not_match_all():
     assert not config.base.is_layer_excluded("model.layers.1.feed_forward.experts")
 
 
+def test_files_that_are_on_the_hub(tmp_path, monkeypatch):
+    """What stays dense, how a base model names its layers and whether scales are static is known of them, too."""
+    from huggingface_hub import HfApi, parse_local_safetensors_file_metadata
+    from transformers import AutoConfig
+
+    base = lambda: tiny()().model
+    convert_checkpoint(folder(tmp_path, base), tmp_path / "q", Options(linears="attention", activations="nvfp4"))
+    hf_config = AutoConfig.from_pretrained(tmp_path / "q")
+    file = parse_local_safetensors_file_metadata(tmp_path / "q/model.safetensors")
+    asked = []
+
+    def metadata(self, model, revision=None):
+        asked.append((model, revision))
+        return SimpleNamespace(files_metadata={"model.safetensors": file})
+
+    monkeypatch.setattr(HfApi, "get_safetensors_metadata", metadata)
+    here, hub = (Config.from_config(hf_config.quantization_config) for _ in range(2))
+    here.maybe_update_config(str(tmp_path / "q"), hf_config)
+    hub.maybe_update_config("org/model", hf_config, "v1")
+    assert asked == [("org/model", "v1")]
+    assert hub.dense == here.dense and sorted(hub.dense) == ["layers.0.mlp.gate", "layers.1.mlp.gate"]
+    assert hub.ignore == here.ignore and "model.layers.0.mlp.gate" in hub.ignore
+    assert hub.static is here.static is False
+    stray = SimpleNamespace(
+        tensors=file.tensors | {"layers.0.mlp.experts.0.up_proj.pre_quant_scale": next(iter(file.tensors.values()))}
+    )
+    monkeypatch.setattr(
+        HfApi, "get_safetensors_metadata", lambda *args, **kw: SimpleNamespace(files_metadata={"": stray})
+    )
+    with pytest.raises(NotImplementedError, match="experts.0.up_proj.pre_quant_scale: vLLM has no place for AWQ's"):
+        Config.from_config(hf_config.quantization_config).maybe_update_config("org/model", hf_config)
+
+
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_experts_for_two_kinds_of_activations(dialect):
     """In one layer they are refused by name, unless the user chooses."""
