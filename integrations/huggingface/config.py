@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from copy import copy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from moe_nvfp4.quantize.names import ignores_experts, names_experts
 from moe_nvfp4.quantize.recipes import DEFAULT_RECIPE, recipe_named
 from moe_nvfp4.weights import ACTIVATIONS
 
-FIELDS = ("activations", "recipe", "exclude", "linears", "dialect", "calibration", "cpu_experts", "map_files")
+DEFAULTS: dict[str, Any] = dict(activations="bf16", recipe=DEFAULT_RECIPE, exclude=[], linears="packed",
+                                dialect="modelopt", calibration=None, cpu_experts=None, map_files=False)  # fmt: skip
+FIELDS = tuple(DEFAULTS)
 LOADING = {"activations", "linears", "cpu_experts", "map_files"}  # fields that can be chosen for 4-bit files
 LINEARS = ("packed", "dense")
 ASKED = "moe_nvfp4"  # the attribute under which transformers keeps the user's config
@@ -69,6 +72,15 @@ class MoeNvfp4Config(QuantizationConfigMixin):
     activation scales and AWQ's scales.
     """
 
+    activations: str
+    recipe: str
+    exclude: list[str]
+    linears: str | list[str]
+    dialect: str
+    calibration: Any
+    cpu_experts: int | str | None
+    map_files: bool
+
     def __init__(
         self,
         activations: str | None = None,
@@ -86,16 +98,11 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         **unknown: Any,
     ):
         _check_known(unknown)
-        chosen = dict(activations=activations, recipe=recipe, exclude=exclude, linears=linears, dialect=dialect,
-                      calibration=calibration, cpu_experts=cpu_experts, map_files=map_files or None)  # fmt: skip
-        self.settled = True  # whether fields that are assigned are no longer a user's choice
-        self.chosen = {name: value for name, value in chosen.items() if value is not None}
-        self.activations = "bf16" if activations is None else activations
-        wanted = as_wanted(linears)
-        self.linears: str | list[str] = wanted[0] if wanted and wanted[0] in LINEARS else wanted or "packed"
-        self.recipe = DEFAULT_RECIPE if recipe is None else recipe
-        self.dialect = "modelopt" if dialect is None else dialect
-        self.exclude = as_patterns(exclude, "exclude")
+        self.settled = False  # whether fields that are assigned or changed are no longer a user's choice
+        self.given: frozenset[str] = frozenset()  # fields that the user set; copies do not share it
+        values = activations, recipe, exclude, linears, dialect, calibration, cpu_experts, map_files or None
+        for name, value in zip(FIELDS, values, strict=True):
+            setattr(self, name, value)
         for value, known, what in ((self.activations, ACTIVATIONS, "activations"),
                                    (self.dialect, tuple(DIALECTS), "dialect")):  # fmt: skip
             if value not in known:
@@ -105,7 +112,6 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         if cpu_experts is not None:
             check_cpu_experts(cpu_experts)
         check_flag("map_files", map_files)
-        self.calibration, self.cpu_experts, self.map_files = calibration, cpu_experts, map_files
         self.quant_method: Any = "moe_nvfp4"  # for transformers' registry; config.json has the dialect's
         self.ignore = list(ignore or [])
         self.input_scale, self.pre_quant_scale = bool(input_scale), bool(pre_quant_scale)
@@ -114,20 +120,28 @@ class MoeNvfp4Config(QuantizationConfigMixin):
         self.unknown: dict[str, Any] = {}  # what other tools wrote, carried through
         self.described = False  # whether this says what files are, and not how to make them
         self.unread: Exception | None = None  # of a folder that becomes NVFP4 if asked for: why nothing else reads it
-        for name, items in (("exclude", self.exclude), ("linears", wanted)):
-            if not isinstance(self.chosen.get(name, ""), str):  # it may be an iterator
-                self.chosen[name] = items
-        self.settled = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in FIELDS and not self.settled:  # `resolve` checks it
-            if value is None:
-                self.chosen.pop(name, None)
-            else:
-                self.chosen[name] = value
+        """A field that is assigned counts as one that was given; None is its default. `resolve` checks the value."""
+        if name in FIELDS:
             if name == "exclude":
-                value = as_patterns(value, name)
+                value = as_patterns(value, name) or None
+            elif name == "linears":
+                wanted = as_wanted(value)
+                value = wanted[0] if wanted and wanted[0] in LINEARS else wanted or None
+            if not self.settled:
+                self.given = self.given - {name} if value is None else self.given | {name}
+            value = copy(DEFAULTS[name]) if value is None else value
+        elif not vars(self).get("settled", True) and get_close_matches(name, FIELDS, n=1, cutoff=0.8):
+            _check_known([name])
         super().__setattr__(name, value)
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The fields that the user set, and those that were changed in place."""
+        values = {name: getattr(self, name) for name in FIELDS}
+        changed = lambda name: not self.settled and values[name] != DEFAULTS[name]
+        return {name: value for name, value in values.items() if name in self.given or changed(name)}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -155,7 +169,7 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                              "it again") from None  # fmt: skip
         result.unknown, result.described = config, described
         if described:
-            result.chosen, result.settled = {}, True
+            result.given, result.settled = frozenset(), True
         result.weights_only = info is not None and info.activations == "bf16"
         return (result, {}) if return_unused_kwargs else result
 
@@ -219,7 +233,7 @@ def resolve(config: Any) -> tuple[MoeNvfp4Config, bool]:
     # A user may load other models by `source`, which may be of the registry's reader's class
     plain = MoeNvfp4Config(**({} if source.settled else source.chosen))
     vars(plain).update({key: v for key, v in vars(source).items() if source.settled or key not in FIELDS})
-    plain.chosen, plain.settled = dict(source.chosen), True
+    plain.given, plain.settled = frozenset(source.chosen), True
     return plain, converts
 
 

@@ -37,6 +37,7 @@ from moe_nvfp4.integrations.huggingface import (
     swap_experts,
 )
 from moe_nvfp4.integrations.huggingface import experts as hf_experts
+from moe_nvfp4.integrations.huggingface.config import resolve
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.convert import convert_checkpoint
@@ -1039,6 +1040,34 @@ def test_fields_that_are_assigned_count(assign, tmp_path):
             loading(source, field, value)
 
 
+def test_fields_that_are_changed_in_place_count():
+    """A list of patterns to which one is added had no effect, and what a copy was assigned changed the original."""
+
+    def made(change, config=None):
+        config = config or MoeNvfp4Config(exclude="a", linears="attention")
+        change(config)
+        plain, _ = resolve(copy.deepcopy(config))
+        return plain.exclude, plain.linears
+
+    assert made(lambda config: config.exclude.append("b")) == (["a", "b"], ["attention"])
+    assert made(lambda config: config.exclude.clear()) == ([], ["attention"])
+    assert made(lambda config: config.linears.append("lm_head")) == (["a"], ["attention", "lm_head"])
+    assert made(lambda config: setattr(config, "exclude", iter("bc"))) == (["b", "c"], ["attention"])
+    assert made(lambda config: setattr(config, "linears", (x for x in ("mlp", "x,y")))) == (["a"], ["mlp", "x", "y"])
+    assert made(lambda config: setattr(config, "linears", None)) == (["a"], "packed")
+    assert made(lambda config: config.exclude.append("b"), MoeNvfp4Config()) == (["b"], "packed")
+    assert made(lambda config: vars(config).update(linears="mlp"), MoeNvfp4Config()) == ([], ["mlp"])
+    config = MoeNvfp4Config()
+    assert config.exclude is not MoeNvfp4Config().exclude and config.chosen == {}
+    other = copy.copy(config)
+    other.activations, other.exclude = "nvfp4", "a"
+    assert config.chosen == {} and other.chosen == {"activations": "nvfp4", "exclude": ["a"]}
+    assert resolve(other)[0].chosen == pickle.loads(pickle.dumps(other)).chosen == other.chosen
+    for name, near in (("activation", "activations"), ("excludes", "exclude"), ("linear", "linears")):
+        with pytest.raises(TypeError, match=f"has no field '{name}' .did you mean '{near}'"):
+            setattr(config, name, "x")
+
+
 def test_a_config_from_a_dictionary_counts(tmp_path):
     """One of fields does as if they were given one by one. One that describes files chooses what it says of calls, and
     makes no other files 4-bit, for which it does not say which linears."""
@@ -1053,7 +1082,7 @@ def test_a_config_from_a_dictionary_counts(tmp_path):
         assert torch.equal(logits(load(nvfp4, quantization_config=config)), logits(model))
     attention = {"quant_method": "moe_nvfp4", "linears": "attention"}
     assert isinstance(load(dense, quantization_config=attention).model.layers[0].self_attn.q_proj, NVFP4Linear)
-    with pytest.raises(ValueError, match="linears='attention' would have no effect"):
+    with pytest.raises(ValueError, match=r"linears=\['attention'\] would have no effect"):
         load(nvfp4, quantization_config=MoeNvfp4Config.from_dict(attention))
     for config in (MoeNvfp4Config(linears="attention").to_dict(), model.config.quantization_config):
         with pytest.raises(ValueError, match="says what 4-bit files hold .*, not how to make them of other files"):
