@@ -53,10 +53,9 @@ def up_of(stem: str) -> str | None:
 
 def fused_names(stem: str) -> tuple[str, ...]:
     """The names that linears have which servers fuse into one with the linear `stem`; itself included."""
-    inner = ".linear" if stem.endswith(".linear") else ""  # Inkling 2 has q_proj.linear
-    above, dot, last = stem.removesuffix(inner).rpartition(".")
+    above, dot, last = stem.rpartition(".")
     parts = next((parts for parts in FUSED_LINEARS if last in parts), (last,))
-    return tuple(f"{above}{dot}{part}{inner}" for part in parts)
+    return tuple(f"{above}{dot}{part}" for part in parts)
 
 
 TOWER = re.compile(r"sam_model|vision|visual|vit\b|audio|speech|code2wav|image|video|encoder|projector")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -43,7 +43,7 @@ from moe_nvfp4.quantize.layouts import (
     stacked,
 )
 from moe_nvfp4.quantize.layouts.base import check_experts, dense, need
-from moe_nvfp4.quantize.linears import Linear, choose, linears_in_files
+from moe_nvfp4.quantize.linears import Linear, choose, fused_in_files, linears_in_files
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel
 from moe_nvfp4.quantize.names import (
     DENSE,
@@ -72,7 +72,7 @@ from moe_nvfp4.quantize.source import (
     quantized_weights,
     read_nvfp4,
 )
-from moe_nvfp4.weights import FUSED_LINEARS, check_block_scales
+from moe_nvfp4.weights import check_block_scales
 
 DENSE_LAYOUTS = (one_by_one, stacked, dbrx)  # which any source may have
 
@@ -524,29 +524,43 @@ def separate_scales(matrices: Mapping[str, Matrix]) -> Iterator[tuple[str, str, 
                 yield gate, up, scales
 
 
-def separate_linears(matrices: Mapping[str, Matrix]) -> Iterator[str]:
-    """Groups of linears outside the experts that servers fuse into one although their global scales differ, as
-    "model.layers.0.self_attn.q_proj, k_proj, v_proj"."""
-    for parts in FUSED_LINEARS:
-        for first in (stem for stem in matrices if stem.endswith(f".{parts[0]}") and not PER_EXPERT.fullmatch(stem)):
-            parent = first.removesuffix(parts[0])
-            there = [part for part in parts if f"{parent}{part}" in matrices]
-            if len({float(matrices[f"{parent}{part}"].known_scale()) for part in there}) > 1:
-                yield parent + ", ".join(there)
+def separate_linears(checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> tuple[list[str], list[str]]:
+    """Groups of linears outside the experts that servers fuse into one: those whose global scales differ, as
+    "model.layers.0.self_attn.q_proj, k_proj, v_proj", and those of which only some are 4-bit."""
+    weights = (name.removesuffix(".weight") for name in checkpoint.tensors if name.endswith(".weight"))
+    linears = [stem for stem in dict.fromkeys((*matrices, *weights)) if not PER_EXPERT.fullmatch(stem)]
+    differ, partly = [], []
+    groups = fused_in_files(checkpoint, linears).values() if not matrices.keys().isdisjoint(linears) else ()
+    for group in dict.fromkeys(groups):
+        packed = [stem for stem in group if stem in matrices]
+        if packed and len(packed) < len(group):
+            partly.append(_together(group))
+        elif len({float(matrices[stem].known_scale()) for stem in packed}) > 1:
+            differ.append(_together(group))
+    return differ, partly
+
+
+def _together(stems: Sequence[str]) -> str:
+    return ", ".join((stems[0], *(stem.rpartition(".")[2] for stem in stems[1:])))
 
 
 def scale_warnings(checkpoint: Checkpoint) -> Iterator[str]:
     """Warnings about global scales that differ where servers read one for all: gate and up of an expert, and linears
-    that they fuse."""
+    that they fuse, of which some may also be dense."""
     carried = plan_of(checkpoint).carried
     if count := sum(1 for _ in separate_scales(carried)):
         yield (f"warning: {count} experts have different global scales for gate and up. This library honours both; "
                "vLLM and SGLang read gate's for both and compute something else. Repair the files for them: "
                f"moe-nvfp4 quantize {checkpoint.folder} DST --share-scales")  # fmt: skip
-    if linears := list(separate_linears(carried)):
-        yield (f"warning: {len(linears)} groups of linears have different global scales ({linears[0]}, ...). This "
+    differ, partly = separate_linears(checkpoint, carried)
+    if differ:
+        yield (f"warning: {len(differ)} groups of linears have different global scales ({differ[0]}, ...). This "
                "library honours each; vLLM fuses them, reads one for all, and computes something else. Serve files in "
                "which they are dense, or share a scale, as ModelOpt's and llm-compressor's do")  # fmt: skip
+    if partly:
+        yield (f"warning: {len(partly)} groups of linears are 4-bit in part ({partly[0]}, ...). This library reads "
+               "them; vLLM refuses those that it fuses into one linear: serve with transformers (moe-nvfp4 serve MODEL "
+               "--engine transformers), or quantize the original again")  # fmt: skip
 
 
 def plan_of(

@@ -83,14 +83,14 @@ def privacy_filter():
         **SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))  # fmt: skip
 
 
-def inkling2():
+def inkling2(**change):
     """Interleaved rows, without being transposed."""
     from transformers import Inkling2ForCausalLM, Inkling2TextConfig
 
     return Inkling2ForCausalLM(Inkling2TextConfig(
         **SMALL, unpadded_vocab_size=96, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,
         sliding_window_size=8, rel_extent=16, moe_intermediate_size=48, n_routed_experts=4,
-        num_experts_per_tok=2))  # fmt: skip
+        num_experts_per_tok=2, **change))  # fmt: skip
 
 
 def inkling():

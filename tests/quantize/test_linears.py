@@ -29,6 +29,7 @@ from tests.common import THRESHOLDS, relative_error
 from tests.folders import qwen2_moe, value, write
 from tests.integrations.test_checkpoint_forms import deepseek_v4
 from tests.models import (
+    IDS,
     SMALL,
     aria,
     as_bytes,
@@ -224,6 +225,27 @@ def test_groups_of_families(family, tmp_path):
         assert {in_layer(stem) for stem in one} == meant and one <= found
 
 
+@pytest.mark.parametrize("family", MEANT, ids=lambda f: f.__name__)
+def test_what_is_fused_reads_the_same_rows(family):
+    """Recipes measure the rows of the first for all. Inkling 2's q, k and v have norms of their own."""
+    layers = ["hybrid_sliding", "hybrid"]  # Inkling 2's first two are sliding otherwise, in which rows are the same
+    change = {"layer_types": layers} if family is inkling2 else {}
+    model, rows = make(lambda: family(**change), torch.float32), {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda module, args, name=name: rows.setdefault(name, args[0].clone()))
+    with torch.no_grad():
+        model(IDS, use_cache=False)
+    groups = {tuple(n for n in fused_names(name) if n in rows) for name in rows}
+    for first, *others in groups:
+        for other in others:
+            assert torch.equal(rows[first], rows[other]), (first, other)
+    assert any(len(group) > 1 for group in groups) or family in (dbrx, sarvam, inkling2)
+    if family is inkling2:
+        q, k = (f"model.layers.1.self_attn.{part}_proj.linear" for part in "qk")
+        assert rows[q].shape == rows[k].shape and not torch.equal(rows[q], rows[k])
+
+
 def test_what_transformers_keeps_in_fp32(tmp_path):
     """In files of fp32, too: hy_v4 casts to its head's dtype."""
     source = folder(tmp_path, hy_v4, dtype=torch.float32)
@@ -356,7 +378,7 @@ def test_what_cannot_be_is_refused(linears, exclude, message, tmp_path):
 
 
 @pytest.mark.parametrize("family, one, other", [
-    (inkling, "*.q_proj", "r_proj"), (inkling2, "*.q_proj.linear", "k_proj.linear"), (deepseek_v4, "*.wq_a", "kv_proj"),
+    (inkling, "*.q_proj", "r_proj"), (deepseek_v4, "*.wq_a", "kv_proj"),
 ])  # fmt: skip
 def test_other_names_that_servers_fuse(family, one, other, tmp_path):
     if not hasattr(transformers, "DeepseekV4Config") and family is deepseek_v4:

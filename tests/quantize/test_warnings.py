@@ -14,8 +14,9 @@ from moe_nvfp4.quantize.dialects.modelopt import KV_SCHEMES
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import config_of
-from tests.folders import CONFIGS, NUMBERS, is_linear, quantized, qwen2_moe, write
+from tests.folders import CONFIGS, NUMBERS, is_linear, quantized, qwen2_moe, stored, write
 from tests.models import folder, qwen3_moe, tensors
+from tests.quantize.test_convert import inkling, inkling2
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -94,6 +95,30 @@ def test_linears_that_servers_fuse_with_scales_of_their_own(dialect, scale, tmp_
             files[name] = torch.full_like(files[name], 0.5)
     save_file(files, path / "model.safetensors", metadata={"format": "pt"})
     assert not [line for line in verify_checkpoint(path).warnings if "fuses" in line]
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_linears_that_servers_fuse_of_which_some_are_dense(dialect, tmp_path):
+    path, _ = quantized(tmp_path, qwen2_moe, dialect, lambda k: k.endswith("1.self_attn.q_proj.weight"))
+    (warning,) = [line for line in verify_checkpoint(path).warnings if "it fuses" in line]
+    assert "1 groups of linears are 4-bit in part (model.layers.1.self_attn.q_proj, k_proj, v_proj, ...)" in warning
+
+
+def test_linears_of_other_rows_are_not_fused(tmp_path):
+    """Inkling 2's q, k and v read rows of their own, and its files call them as Inkling's, which are fused."""
+
+    def warned(family):
+        source = folder(tmp_path / family.__name__, family)
+        files = {}
+        for key, tensor in tensors(source).items():
+            stem = key.removesuffix(".weight")
+            files |= stored("modelopt", stem, tensor) if re.search(r"\.w[qkvr]_d[uv]\.weight", key) else {key: tensor}
+        path = write(tmp_path / family.__name__ / "nvfp4", files, config_of(source), CONFIGS["modelopt"])
+        return [line for line in verify_checkpoint(path).warnings if "fuses" in line]
+
+    (warning,) = warned(inkling)
+    assert "2 groups of linears have different global scales" in warning and "wq_du, wk_dv, wv_dv, wr_du," in warning
+    assert not warned(inkling2)
 
 
 # ---------------------------------------------------------------- NVFP4 without a word about activations
