@@ -29,9 +29,10 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
     if NAME not in QUANTIZATION_METHODS:
-        from moe_nvfp4.integrations.vllm.config import MoeNvfp4Config
+        from moe_nvfp4.integrations.vllm.config import MoeNvfp4Config, check_options
 
         register_quantization_config(NAME)(MoeNvfp4Config)
+        check_options()
         from vllm.model_executor.model_loader import register_model_loader
 
         from moe_nvfp4.integrations.vllm.engine import UnwrittenLoader

@@ -126,8 +126,6 @@ class MoeNvfp4Config(QuantizationConfig):
         from vllm.platforms import current_platform
 
         if user_quant != NAME and not (user_quant is None and current_platform.is_cpu()):
-            if told(hf_config):
-                raise ValueError(f"--hf-overrides has options of {NAME}, which does not run: add --quantization {NAME}")
             return None
         try:  # unless the user asked for us, errors in other tools' configs are not ours to raise
             if user_quant == NAME and _becomes_nvfp4(hf_quant_cfg):
@@ -245,7 +243,8 @@ class MoeNvfp4Config(QuantizationConfig):
         model_type = text.model_type
         packed = any(name.endswith("lm_head") for name in self.info.layers or ())
         packed |= self.info.whole and not self.info.ignores("lm_head")
-        if packed and (model_type in DENSE_HEADS or getattr(text, "norm_head", False)):
+        dense = model_type in DENSE_HEADS or (model_type, self.info.dialect.name) == ("glm4_moe_mtp", "modelopt")
+        if packed and (dense or getattr(text, "norm_head", False)):
             or_else = "serve with transformers (moe-nvfp4 serve MODEL --engine transformers)"
             if model_type.endswith("_mtp"):
                 or_else = "leave out the drafts (--speculative-config)"
@@ -307,6 +306,8 @@ class MoeNvfp4Config(QuantizationConfig):
                     self.say(runs, activations if engine.has_fp4() else "bf16")
             return None if self.base is None else self.base.get_quant_method(layer, prefix)
         engine.check_load_format(prefix, self.form, self.model)
+        if self.base is not None and (drafts := engine.own_drafts()) is not None:
+            self.check_head(drafts)
         self.experts.append(prefix)
         activations: str | None = self.activations or "bf16"
         if self.base is None:
@@ -427,6 +428,24 @@ class MoeNvfp4Config(QuantizationConfig):
 def told(hf_config: Any) -> dict[str, Any]:
     """The options in --hf-overrides."""
     return getattr(hf_config, NAME, None) or {}
+
+
+def check_options() -> None:
+    """Have vLLM refuse options in --hf-overrides of a model that this does not quantize: it asks no quantization config
+    about files that say nothing of one."""
+    from vllm.config import ModelConfig
+
+    verify = ModelConfig._verify_quantization
+    if hasattr(verify, "extended"):
+        return
+
+    def verify_quantization(self) -> None:
+        verify(self)
+        if told(self.hf_config) and self.quantization != NAME:
+            raise ValueError(f"--hf-overrides has options of {NAME}, which does not run: add --quantization {NAME}")
+
+    verify_quantization.extended = True
+    ModelConfig._verify_quantization = verify_quantization
 
 
 def gate_settings(hf_config: Any) -> dict[str, Any]:

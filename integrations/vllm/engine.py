@@ -419,6 +419,8 @@ class UnwrittenLoader(DefaultModelLoader):
         config = vllm_config.quant_config
         if model_config.model != vllm_config.model_config.model:  # a draft model in a folder of its own
             config = vllm_config.get_quantization_config(model_config, self.load_config)
+        elif config is None or config.get_name() != NAME:
+            raise ValueError(f"--load-format {NAME}: the model is not quantized by it: add --quantization {NAME}")
         self.converted = getattr(config, "converted", None)
         place = self.load_config.download_dir
         if self.converted is not None and place and not os.path.isdir(model_config.model):
@@ -446,6 +448,13 @@ def _drafts(model: Model) -> bool:
         return False
     found, target = (Model.of(c.model, c.hf_config) for c in (own, drafts.target_model_config))
     return found == model != target
+
+
+def own_drafts() -> Any:
+    """The config of those layers of the model's own folder that draft; None if none do."""
+    drafts = get_current_vllm_config().speculative_config
+    own = None if drafts is None else drafts.draft_model_config
+    return own.hf_config if own is not None and own.model == drafts.target_model_config.model else None
 
 
 def whole_and_dense(model: Model) -> tuple[bool, bool]:

@@ -643,7 +643,7 @@ def test_unknown_options_are_named():
         Config.from_config(NVFP4).choose({"recipe": "max"})
 
 
-def test_options_in_the_wrong_place_are_named(monkeypatch):
+def test_options_in_the_wrong_place_are_named():
     """transformers takes any key of --hf-overrides for one of the model's."""
     from transformers import PretrainedConfig, Qwen3VLMoeConfig
 
@@ -660,12 +660,31 @@ def test_options_in_the_wrong_place_are_named(monkeypatch):
             ValueError, match=f"--hf-overrides: 'text_config.{key}' is not an option of moe_nvfp4: thes"
         ):
             Config().maybe_update_config("model", config)
-    options = SimpleNamespace(moe_nvfp4={"activations": "bf16"})
+
+
+def test_options_of_a_plug_in_that_does_not_run(folders, monkeypatch):
+    """vLLM asks no quantization config about bf16 files: it served them without a word."""
+    from vllm.config import ModelConfig
+
+    from moe_nvfp4.integrations.vllm import register
+
+    register()
+    options = {"hf_overrides": {"moe_nvfp4": {"activations": "bf16"}}, "skip_tokenizer_init": True}
+    refused = pytest.raises(ValueError, match="has options of moe_nvfp4, which does not run: add --quantization moe_n")
+    with refused:
+        ModelConfig(str(folders / "bf16"), **options)
+    for name, more in (("bf16", {"quantization": "moe_nvfp4"}), ("modelopt", {})):
+        assert ModelConfig(str(folders / name), **options, **more).quantization == "moe_nvfp4"
+    assert ModelConfig(str(folders / "bf16"), skip_tokenizer_init=True).quantization is None
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     for user in (None, "modelopt_fp4"):
-        with pytest.raises(ValueError, match="has options of moe_nvfp4, which does not run: add --quantization moe_nv"):
-            Config.override_quantization_method(NVFP4, user, options)
-    assert Config.override_quantization_method(NVFP4, "moe_nvfp4", options) == "moe_nvfp4"
+        with refused:
+            ModelConfig(str(folders / "modelopt"), quantization=user, **options)
+    loader = engine.UnwrittenLoader(LoadConfig(load_format="moe_nvfp4"))
+    model = SimpleNamespace(model="a")
+    for config in (None, SimpleNamespace(get_name=lambda: "fp8")):
+        with pytest.raises(ValueError, match="--load-format moe_nvfp4: .*: add --quantization moe_nvfp4"):
+            loader.load_model(SimpleNamespace(quant_config=config, model_config=model), model)
 
 
 def test_vllms_own_quantization_while_loading_is_refused():
@@ -748,7 +767,8 @@ def test_how_a_draft_model_is_read(method, refused, monkeypatch):
 def test_a_place_for_downloads_that_is_not_used_is_refused():
     loader = engine.UnwrittenLoader(LoadConfig(load_format="moe_nvfp4", download_dir="/elsewhere"))
     model = SimpleNamespace(model="me/model", hf_text_config=SimpleNamespace(model_type="gpt_oss"))
-    config = SimpleNamespace(quant_config=SimpleNamespace(converted=object()), model_config=model)
+    quant_config = SimpleNamespace(converted=object(), get_name=lambda: "moe_nvfp4")
+    config = SimpleNamespace(quant_config=quant_config, model_config=model)
     with pytest.raises(ValueError, match="--download-dir /elsewhere: .*hf download me/model --local-dir"):
         loader.load_model(config, model)
 

@@ -492,6 +492,8 @@ def test_heads_that_vllms_models_do_not_have():
     check("qwen3_moe", ["no", "yes"], ignore=["lm_head"])
     with pytest.raises(NotImplementedError, match="vLLM's ernie_mtp has a dense one .*or leave out the drafts"):
         check("ernie_mtp")
+    with pytest.raises(NotImplementedError, match="vLLM's glm4_moe_mtp has a dense one .*or leave out the drafts"):
+        check("glm4_moe_mtp")
     with pytest.raises(NotImplementedError, match="vLLM's bailing_moe_v2 has a dense one"):
         check("bailing_moe_v2", norm_head=True)
     check("bailing_moe_v2", norm_head=True, ignore=["lm_head"])
