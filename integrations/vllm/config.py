@@ -243,7 +243,9 @@ class MoeNvfp4Config(QuantizationConfig):
         model_type = text.model_type
         packed = any(name.endswith("lm_head") for name in self.info.layers or ())
         packed |= self.info.whole and not self.info.ignores("lm_head")
-        dense = model_type in DENSE_HEADS or (model_type, self.info.dialect.name) == ("glm4_moe_mtp", "modelopt")
+        dense = model_type in DENSE_HEADS
+        # its loader passes over the names of codes that dense files do not have
+        dense |= model_type == "glm4_moe_mtp" and self.info.dialect.weight == "weight"
         if packed and (dense or getattr(text, "norm_head", False)):
             or_else = "serve with transformers (moe-nvfp4 serve MODEL --engine transformers)"
             if model_type.endswith("_mtp"):
