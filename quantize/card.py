@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.dialects import read_config
-from moe_nvfp4.quantize.files import Checkpoint, write_text
+from moe_nvfp4.quantize.files import Checkpoint, read_json, write_text
 from moe_nvfp4.quantize.layouts.stacked import STACKS
 from moe_nvfp4.quantize.model import UnknownModel, model_config
 from moe_nvfp4.quantize.report import ConversionReport, readable_size, readable_snr
@@ -44,8 +44,7 @@ CARD = """
 USE = """Where moe-nvfp4 is installed:
 
 ```
-moe-nvfp4 chat {name}
-moe-nvfp4 serve {name}      # an OpenAI endpoint
+{answer}moe-nvfp4 serve {name}      # an OpenAI endpoint
 ```
 
 ```python
@@ -137,7 +136,29 @@ def _use(folder: Path, name: str) -> str:
     except UnknownModel:  # or it is newer than this transformers
         if "auto_map" in json.loads((folder / "config.json").read_text("utf-8")):
             return OWN_CODE.format(name=name)
-    return USE.format(name=name, loader=_loader(folder))
+    loader = _loader(folder)
+    return USE.format(name=name, loader=loader, answer=_answer(folder, name, loader))
+
+
+def _answer(folder: Path, name: str, loader: str) -> str:
+    """The line of a command that lets the model say something, if it predicts tokens."""
+    import transformers
+
+    if loader != "AutoModelForCausalLM" and not getattr(getattr(transformers, loader), "can_generate", bool)():
+        return ""
+    if _has_chat_template(folder):
+        return f"moe-nvfp4 chat {name}\n"
+    return f'moe-nvfp4 generate {name} --raw --prompt "Once upon a time"\n'
+
+
+def _has_chat_template(folder: Path) -> bool:
+    """Whether messages can be written for the model: by a template in its files, or as mistral-common does."""
+    if any((folder / file).is_file() for file in ("chat_template.jinja", "chat_template.json", "tekken.json")):
+        return True
+    try:
+        return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
+    except (OSError, ValueError):  # there is none, or nobody can read it
+        return False
 
 
 def _loader(folder: Path) -> str:

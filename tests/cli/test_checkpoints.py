@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 from functools import partial
@@ -289,6 +290,29 @@ def test_the_card_names_the_class_that_loads_the_model(tmp_path):
     ):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": names}))
         assert _loader(tmp_path) == loader
+
+
+@pytest.mark.parametrize("model", ["chat", "old chat", "mistral", "base", "classifier"])
+def test_the_commands_of_the_card_can_be_run(model, folder, tmp_path, capsys):
+    """A base model has no chat template, and a classifier says nothing: the card named `chat` for all."""
+    source = shutil.copytree(folder, tmp_path / "source")
+    template = "{{ messages[-1].content }}"
+    if model == "chat":
+        (source / "chat_template.jinja").write_text(template)
+    elif model == "old chat":
+        file = source / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    elif model == "mistral":
+        (source / "tekken.json").write_text("{}")
+    elif model == "classifier":
+        change_config(source, architectures=["Qwen3MoeModel"])
+    run("quantize", source, tmp_path / "made", "--recipe", "max")
+    said = (tmp_path / "made" / "README.md").read_text()
+    commands = re.findall(r"^moe-nvfp4 (.*made.*?)(?: +#.*)?$", said, re.M)
+    answers = {"base": ['generate made --raw --prompt "Once upon a time"'], "classifier": []}.get(model, ["chat made"])
+    assert [c for c in commands if not c.startswith(("serve", "verify"))] == answers
+    if model == "base":
+        run("generate", tmp_path / "made", *shlex.split(commands[0])[2:], "--max-new-tokens", "2")
 
 
 def test_cards_and_indexes_of_other_programs(folder, tmp_path, capsys):
