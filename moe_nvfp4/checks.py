@@ -142,7 +142,7 @@ def check_groups(groups: Groups) -> None:
     if groups.position is not None:
         _check("position", groups.position, (order.numel(),), _INT32, order.device)
     if groups.parts is not None and groups.bare is not None:
-        several = max(1, groups.parts.numel() // groups.num_experts)
+        several = max(1, (groups.parts.numel() - 1) // groups.num_experts)
         _check("parts", groups.parts, (groups.num_experts * several + 1,), _INT32, order.device)
         _check("bare", groups.bare, (order.numel(),), (torch.bool,), order.device)
 

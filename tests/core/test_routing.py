@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_nvfp4.checks import check_groups
 from moe_nvfp4.routing import group_by_expert
 
 
@@ -57,6 +58,7 @@ def test_rows_of_an_expert_are_sorted_by_adapter(routing, S, data):
     assert groups.order.tolist()[: sum(map(len, want))] == sum(want, [])
     sizes = [len(want[e * (S + 1) + s + 1]) + (s == 0) * len(want[e * (S + 1)]) for e in range(E) for s in range(S)]
     assert groups.parts.diff().tolist() == sizes and groups.parts[0] == 0
+    check_groups(groups)
     bare = [(i % (S + 1) == 0) for i, rows in enumerate(want) for _ in rows]
     assert groups.bare.tolist()[: len(bare)] == bare
 
