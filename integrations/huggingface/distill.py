@@ -43,6 +43,15 @@ Modules: TypeAlias = Mapping[str, tuple[nn.Module, ModuleLayout]]
 Pair: TypeAlias = tuple[Tensor, Tensor]  # weights of n experts: [n, N13, H] and [n, H, I]
 
 
+def check_learnable(module: nn.Module, layout: ModuleLayout) -> None:
+    """NotImplementedError for experts from whose outputs nothing is learned."""
+    if layout.call == "dense":
+        raise NotImplementedError(
+            f"recipe distill cannot learn from {type(module).__name__}, which gets a block of rows for each expert "
+            "and not the experts of each token: use recipe gptq"
+        )
+
+
 class Experts:
     """The dense experts `module` with other weights: what they give for rows, with gradients for these weights.
 
@@ -50,11 +59,7 @@ class Experts:
     """
 
     def __init__(self, module: Any, layout: ModuleLayout, activations: str):
-        if layout.call == "dense":
-            raise NotImplementedError(
-                f"recipe distill cannot learn from {type(module).__name__}, which gets a block of rows for each expert "
-                "and not the experts of each token: use recipe gptq"
-            )
+        check_learnable(module, layout)
         self.module, self.layout, self.activations = module, layout, activations
         self._biases: dict[str, Tensor] = {}  # by projection: [E, N]
         for part in (layout.up_name, "down_proj") if layout.bias is not None else ():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moe_nvfp4._version import __version__
 from moe_nvfp4.integrations.huggingface.calibration import dense_modules, evaluating, linears_by_layer
-from moe_nvfp4.integrations.huggingface.distill import Distillation
+from moe_nvfp4.integrations.huggingface.distill import Distillation, check_learnable
 from moe_nvfp4.integrations.huggingface.hessians import ENOUGH, Fused, HessianSums, Made, quantize_chosen
 from moe_nvfp4.integrations.huggingface.layerwise import LayerFiles, LayerWalk, decoder_layers, layer_number
 from moe_nvfp4.integrations.huggingface.recognise import ModuleLayout
@@ -151,8 +151,12 @@ def plan_gptq(
     source: str | os.PathLike, destination: str | os.PathLike, options: Options, workers: int | None = None,
     recipe: str = "gptq",
 ) -> ConversionReport:  # fmt: skip
-    """What `convert_gptq` will do."""
-    return replace(convert_checkpoint(source, destination, options, workers, dry_run=True), recipe=recipe)
+    """What `convert_gptq` will do. Raises what it would before it reads weights."""
+    planned = replace(convert_checkpoint(source, destination, options, workers, dry_run=True), recipe=recipe)
+    files, modules, *_ = _open(source, options.place, (planned.modules, planned.fused), recipe)
+    name, layers = decoder_layers(files.model, modules)
+    _layers_of(files.model, modules, planned.fused, name, len(layers))
+    return planned
 
 
 def gptq_files(
@@ -171,15 +175,9 @@ def gptq_files(
     the host, and are written to disk from time to time. An interrupted run is resumed with the first layer that is not
     done, if `source` has not changed. ValueError if it changes meanwhile, and for a module that the model does not run.
     """
-    place = options.place
-    files = LayerFiles.open(source, place)
-    if files.exact:
-        raise ValueError(f"{source} is MXFP4, of which NVFP4 holds every value: recipe mse keeps them all, and "
-                         f"{recipe} could only change them; use mse")  # fmt: skip
+    place, fused = options.place, chosen[1]
+    files, modules, name_in_files = _open(source, place, chosen, recipe)
     state = files.checkpoint.state()
-    name_in_files, fused = _names_in_files(files, chosen[0]), chosen[1]
-    found = dense_modules(files.model).items()
-    modules = {name: known for name, known in found if name in name_in_files}
     name, _ = decoder_layers(files.model, modules)
     layers = files.use_layers(name)
     quantizer = _quantizer(LayerWalk(files.model, layers, batches, place), options.activations, recipe)
@@ -207,6 +205,22 @@ def gptq_files(
     files.checkpoint.check_state(state)
     begun.drop_states()
     return _report(batches, modules, {module: codes.rows(name_in_files[module]) for module in modules})
+
+
+def _open(
+    source: str | os.PathLike, place: torch.device, chosen: tuple[Sequence[str], Sequence[Fused]], recipe: str
+) -> tuple[LayerFiles, Modules, dict[str, str]]:
+    """(The files of the model, its experts modules among those `chosen`, their names in files.)"""
+    files = LayerFiles.open(source, place)
+    if files.exact:
+        raise ValueError(f"{source} is MXFP4, of which NVFP4 holds every value: recipe mse keeps them all, and "
+                         f"{recipe} could only change them; use mse")  # fmt: skip
+    name_in_files = _names_in_files(files, chosen[0])
+    modules = {name: known for name, known in dense_modules(files.model).items() if name in name_in_files}
+    if recipe_named(recipe).learned:
+        for module, layout in modules.values():
+            check_learnable(module, layout)
+    return files, modules, name_in_files
 
 
 def _names_in_files(files: LayerFiles, chosen: Sequence[str]) -> dict[str, str]:

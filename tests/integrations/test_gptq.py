@@ -17,7 +17,7 @@ from moe_nvfp4.cli import main
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, hessians, swap_experts
 from moe_nvfp4.integrations.huggingface import gptq as module
 from moe_nvfp4.integrations.huggingface.calibration import dense_modules, files_importance
-from moe_nvfp4.integrations.huggingface.gptq import convert_gptq, gptq_model
+from moe_nvfp4.integrations.huggingface.gptq import convert_gptq, gptq_model, plan_gptq
 from moe_nvfp4.integrations.huggingface.hessians import HessianSums, Sums, shrink
 from moe_nvfp4.integrations.huggingface.statistics import watch
 from moe_nvfp4.quantize.gptq import quantize_gptq
@@ -29,6 +29,7 @@ from tests.models import (
     as_bytes,
     folder,
     gpt_oss,
+    llama4,
     load,
     logits,
     make,
@@ -384,6 +385,21 @@ def test_modules_that_were_compiled_in_place_are_observed(recipe):
         found.append(swap_experts(model, **given).state_dict())
     assert [n for n, t in found[0].items() if as_bytes(t) != as_bytes(found[1][n])] == []
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("family, recipe, message", [
+    (llama4, "distill", "recipe distill cannot learn from Llama4TextExperts"),
+    (qwen3_moe, "gptq", "has no model .'OfTheirOwnCode'"),
+])  # fmt: skip
+def test_a_dry_run_is_refused_as_the_run_is(family, recipe, message, tmp_path):
+    """It printed a plan of what could not be learned from, and of files whose model transformers does not have."""
+    source = folder(tmp_path, family)
+    if family is qwen3_moe:
+        edit_config(source, architectures=["OfTheirOwnCode"])
+    for ask in (plan_gptq, partial(convert_gptq, batches=batches(1))):
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            ask(source, tmp_path / "x", options=CPU, recipe=recipe)
+    assert not list(tmp_path.glob("*x*"))
 
 
 @pytest.mark.slow
