@@ -238,6 +238,9 @@ def plan(checkpoint: Checkpoint, options: Options, empty: bool = False) -> Conve
         draft.copy(name, stored)
         if is_dense_linear(name, stored) and not any(name.startswith(f"{m}.") for m in draft.excluded):
             draft.dense.add(name.removesuffix(".weight"))
+    # transformers loads dense layers of LongCat only with what it has saved of their identity experts
+    kept = {name: t for name, t in checkpoint.unread.items() if experts_module(name) in draft.excluded}
+    draft.jobs += [copy_job(name, stored) for name, stored in kept.items() if stored.dtype in DENSE]
     dtype = DTYPES[options.dtype] if options.dtype else None
     config = config_of_new_files(checkpoint.config, _quantization_config(draft, info), dtype)
     if options.importance is not None:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from types import NoneType
@@ -122,7 +122,8 @@ def read_tensors(files: Iterable[str | os.PathLike]) -> dict[str, TensorSlice]:
 @dataclass(frozen=True)
 class Checkpoint:
     """A folder with config.json and safetensors files. ignored: weight files that do not belong to the checkpoint;
-    index: the file that says which tensor is in which shard, if there is one."""
+    index: the file that says which tensor is in which shard, if there is one; unread: tensors of identity experts,
+    which only a dense class of transformers needs."""
 
     folder: Path
     config: dict
@@ -130,6 +131,7 @@ class Checkpoint:
     files: tuple[Path, ...] = ()
     ignored: tuple[Path, ...] = ()
     index: Path | None = None
+    unread: dict[str, TensorSlice] = field(default_factory=dict)
 
     @property
     def own(self) -> dict:
@@ -213,8 +215,9 @@ def open_checkpoint(folder: str | os.PathLike) -> Checkpoint:
     if config.get(NAMED_WEIGHTS) is None:
         _check_usual(path or files[0])
     _check_sizes(folder / "config.json", config, {name: t.shape for name, t in tensors.items()})
-    tensors = without_identity_experts(tensors, config)
-    return Checkpoint(folder, config, tensors, files, tuple(p for p in found if p not in files), path)
+    read = without_identity_experts(tensors, config)
+    unread = {name: stored for name, stored in tensors.items() if name not in read}
+    return Checkpoint(folder, config, read, files, tuple(p for p in found if p not in files), path, unread)
 
 
 def _weight_files(folder: Path, config: Mapping, found: list[Path]) -> tuple[tuple[Path, ...], Path | None, dict]:

@@ -306,6 +306,23 @@ def test_rows_of_identity_experts(rows, tmp_path):
     assert torch.equal(logits(load(tmp_path / "weighted")), logits(loaded))
 
 
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_identity_experts_of_a_layer_that_stays_dense(dialect, tmp_path):
+    """transformers loads such a layer only with the rows that it has saved of them: the folder could not be loaded."""
+    source = folder(tmp_path, longcat)
+    options = Options(dialect=dialect, exclude="model.layers.0.mlp.experts")
+    convert_checkpoint(source, tmp_path / "new", options, progress=False)
+    other = {"modelopt": "compressed-tensors", "compressed-tensors": "modelopt"}[dialect]
+    convert_checkpoint(tmp_path / "new", tmp_path / "again", Options(dialect=other), progress=False)
+    want = logits(swap_experts(load(source), exclude="model.layers.0.mlp.experts", progress=False))
+    identity = {n: t for n, t in tensors(source).items() if re.search(r"layers\.0\..*experts\.[45]\.", n)}
+    assert len(identity) == 4
+    for path in (tmp_path / "new", tmp_path / "again"):
+        assert verify_checkpoint(path, source).warnings == [] and torch.equal(logits(load(path)), want)
+        found = {n: t for n, t in tensors(path).items() if re.search(r"experts\.[45]\.", n)}
+        assert found.keys() == identity.keys() and all(torch.equal(found[n], identity[n]) for n in found)
+
+
 def test_identity_experts_in_fp8(tmp_path):
     """Their scales go where their weights do."""
     source = folder(tmp_path, longcat)
