@@ -146,19 +146,21 @@ def _answer(folder: Path, name: str, loader: str) -> str:
 
     if loader != "AutoModelForCausalLM" and not getattr(getattr(transformers, loader), "can_generate", bool)():
         return ""
-    if _has_chat_template(folder):
+    config = _tokenizer_config(folder)
+    if "AutoTokenizer" in (config.get("auto_map") or {}) and not (folder / "tokenizer.json").is_file():
+        return ""  # the tokenizer is code, which no command runs
+    # a template in the files, or messages as mistral-common writes them
+    templates = "chat_template.jinja", "chat_template.json", "tekken.json"
+    if config.get("chat_template") or any((folder / file).is_file() for file in templates):
         return f"moe-nvfp4 chat {name}\n"
     return f'moe-nvfp4 generate {name} --raw --prompt "Once upon a time"\n'
 
 
-def _has_chat_template(folder: Path) -> bool:
-    """Whether messages can be written for the model: by a template in its files, or as mistral-common does."""
-    if any((folder / file).is_file() for file in ("chat_template.jinja", "chat_template.json", "tekken.json")):
-        return True
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
     try:
-        return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
+        return read_json(folder / "tokenizer_config.json")
     except (OSError, ValueError):  # there is none, or nobody can read it
-        return False
+        return {}
 
 
 def _loader(folder: Path) -> str:

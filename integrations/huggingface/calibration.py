@@ -110,13 +110,13 @@ def _windows(texts: Iterable[str], tokenizer: str | os.PathLike | None, window: 
 def tokenizer_at(source: str | os.PathLike) -> Any:
     """The tokenizer in the folder, or of the name, `source`. ValueError if there is none."""
     from transformers import AutoTokenizer
-    from transformers.utils.hub import cached_file
 
     try:
         found = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except ImportError:
         raise
     except Exception as error:
+        _refuse_own_code(source)
         what = f"{type(error).__name__}: {error}"[:300]
         here = [name for name in ("tokenizer.json", "tokenizer.model") if os.path.isfile(os.path.join(source, name))]
         if here == ["tokenizer.model"] and find_spec("sentencepiece") is None:
@@ -124,15 +124,31 @@ def tokenizer_at(source: str | os.PathLike) -> Any:
         raise ValueError(f"the tokenizer of {source} cannot be read ({what}): download its files (tokenizer.json, "
                          "tokenizer_config.json) into the same folder") from None  # fmt: skip
     if len(found) <= len(found.all_special_tokens):  # transformers makes an empty one where there is none
+        _refuse_own_code(source)
         raise ValueError(f"{source} has no tokenizer: download its files (tokenizer.json, tokenizer_config.json) into "
                          "the same folder")  # fmt: skip
     if found.chat_template is None:  # processors of transformers 4 had it in a file of their own
-        quiet: dict[str, Any] = dict(
-            _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-        if (file := cached_file(source, "chat_template.json", **quiet)) is not None:
-            found.chat_template = read_json(Path(file)).get("chat_template")
+        found.chat_template = _json_at(source, "chat_template.json").get("chat_template")
     return found
+
+
+def _refuse_own_code(source: str | os.PathLike) -> None:
+    """ValueError if the tokenizer at `source` is of a class in its repository."""
+    if "AutoTokenizer" in (_json_at(source, "tokenizer_config.json").get("auto_map") or {}):
+        raise ValueError(f"{source}: the tokenizer is code of its repository, which is never run here: make token ids "
+                         "with it (AutoTokenizer.from_pretrained(..., trust_remote_code=True)) and give these in "
+                         "Python, as in calibrate(model, [ids])") from None  # fmt: skip
+
+
+def _json_at(source: str | os.PathLike, name: str) -> dict[str, Any]:
+    """A JSON file of the folder, or of the name, `source`; empty where it is not."""
+    from transformers.utils.hub import cached_file
+
+    quiet: dict[str, Any] = dict(
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    file = cached_file(source, name, **quiet)
+    return {} if file is None else read_json(Path(file))
 
 
 def _fetch_tokenizer(name: str, folder: Path) -> None:
@@ -197,10 +213,11 @@ def model_importance(
 ) -> Importance:
     """The importance of the dense experts, and of these `linears`, of a `model` in memory, from a forward pass over
     batches of token ids, int64 [B, T]. ValueError for ids that the model does not take, and for none."""
-    modules = dense_modules(model, exclude)
-    sums, watched = SquareSums(), {name: model.get_submodule(name) for name in linears}
     whole: Any = model
-    check_batches(batches, unwrapped(model).config)
+    inside = unwrapped(model)  # by whose names files know modules
+    modules = dense_modules(inside, exclude)
+    sums, watched = SquareSums(), {name: inside.get_submodule(name) for name in linears}
+    check_batches(batches, inside.config)
     with (
         evaluating(model, by_autocast=False), watch(modules, sums), watch_linears(watched, sums.linear), torch.no_grad()
     ):  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from difflib import get_close_matches
 from pathlib import Path
@@ -128,7 +128,9 @@ class MoeNvfp4Config(QuantizationConfigMixin):
                 value = as_patterns(value, name) or None
             elif name == "linears":
                 wanted = as_wanted(value)
-                value = wanted[0] if wanted and wanted[0] in LINEARS else wanted or None
+                value = wanted[0] if wanted in ([one] for one in LINEARS) else wanted or None
+            elif name == "calibration" and isinstance(value, Iterator):
+                value = list(value)  # else the config could be used once, and no model that has it be copied or saved
             if not self.settled:
                 self.given = self.given - {name} if value is None else self.given | {name}
             value = copy(DEFAULTS[name]) if value is None else value

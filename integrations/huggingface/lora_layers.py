@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ WITHOUT_EXPERTS = ("leave the experts out of target_parameters, and name linears
                    '"all-linear", which PEFT takes for experts, too')  # fmt: skip
 
 
+# Ways to start that leave the model's weights as they are: an adapter that comes from a file does not start so
+UNLIKE_FILES = ("eva", "orthogonal", "lora_ga")
+
+
 class MergingLayer:
     """Merges into 4-bit weights, which are quantized again; unmerging restores the bytes from before."""
 
@@ -52,6 +57,9 @@ class MergingLayer:
 
     def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any) -> None:
         """Add an adapter: the first one, which the layer is made with, and each later one."""
+        if config.inference_mode and config.init_lora_weights in UNLIKE_FILES:
+            config = copy(config)
+            config.init_lora_weights = True
         _check(config, self)
         super().update_layer(adapter_name, *args, config=config, **kwargs)  # type: ignore[misc]
 
@@ -462,8 +470,7 @@ def _check(config: LoraConfig, layer: MergingLayer) -> None:
                                   "True or 'gaussian' for them")  # fmt: skip
     if isinstance(found, str) and found not in ("gaussian", "eva"):
         raise NotImplementedError(
-            f"init_lora_weights={found!r} starts from dense weights, which 4-bit layers do not have: use True or "
-            "'gaussian'"
+            f"init_lora_weights={found!r} reads dense weights, which 4-bit layers do not have: use True or 'gaussian'"
         )
     for field in ("lora_bias", "fan_in_fan_out"):
         if getattr(config, field):

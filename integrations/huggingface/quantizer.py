@@ -277,6 +277,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """
         config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
         prefix = getattr(model, "base_model_prefix", "")
+        config.calibration = None  # it was used, and would be a part of what is copied or pickled
         untie(model, experts)
         self._model = weakref.ref(model)
         self.conversions = Conversions(

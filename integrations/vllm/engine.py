@@ -416,10 +416,12 @@ class UnwrittenLoader(DefaultModelLoader):
         self.experts = True
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, *args, **kwargs) -> torch.nn.Module:
-        config = vllm_config.quant_config
+        config, drafts = vllm_config.quant_config, vllm_config.speculative_config
+        # vLLM gives a "draft_model" a config in which it is the model
+        target = vllm_config.model_config if drafts is None else drafts.target_model_config
         if model_config.model != vllm_config.model_config.model:  # a draft model in a folder of its own
             config = vllm_config.get_quantization_config(model_config, self.load_config)
-        elif config is None or config.get_name() != NAME:
+        elif model_config.model == target.model and (config is None or config.get_name() != NAME):
             raise ValueError(f"--load-format {NAME}: the model is not quantized by it: add --quantization {NAME}")
         self.converted = getattr(config, "converted", None)
         place = self.load_config.download_dir

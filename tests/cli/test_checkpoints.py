@@ -292,7 +292,7 @@ def test_the_card_names_the_class_that_loads_the_model(tmp_path):
         assert _loader(tmp_path) == loader
 
 
-@pytest.mark.parametrize("model", ["chat", "old chat", "mistral", "base", "classifier"])
+@pytest.mark.parametrize("model", ["chat", "old chat", "mistral", "base", "own code", "classifier"])
 def test_the_commands_of_the_card_can_be_run(model, folder, tmp_path, capsys):
     """A base model has no chat template, and a classifier says nothing: the card named `chat` for all."""
     source = shutil.copytree(folder, tmp_path / "source")
@@ -304,13 +304,20 @@ def test_the_commands_of_the_card_can_be_run(model, folder, tmp_path, capsys):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
     elif model == "mistral":
         (source / "tekken.json").write_text("{}")
+    elif model == "own code":
+        (source / "tokenizer.json").unlink()
+        auto_map = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+        (source / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map, "chat_template": template}))
     elif model == "classifier":
         change_config(source, architectures=["Qwen3MoeModel"])
     run("quantize", source, tmp_path / "made", "--recipe", "max")
     said = (tmp_path / "made" / "README.md").read_text()
     commands = re.findall(r"^moe-nvfp4 (.*made.*?)(?: +#.*)?$", said, re.M)
-    answers = {"base": ['generate made --raw --prompt "Once upon a time"'], "classifier": []}.get(model, ["chat made"])
-    assert [c for c in commands if not c.startswith(("serve", "verify"))] == answers
+    answers = {"base": ['generate made --raw --prompt "Once upon a time"'], "classifier": [], "own code": []}
+    assert [c for c in commands if not c.startswith(("serve", "verify"))] == answers.get(model, ["chat made"])
+    if model == "own code":
+        said = mistake(("generate", tmp_path / "made", "--device", "cpu"), capsys)
+        assert "the tokenizer is code of its repository, which is never run here: make token ids with it" in said
     if model == "base":
         run("generate", tmp_path / "made", *shlex.split(commands[0])[2:], "--max-new-tokens", "2")
 

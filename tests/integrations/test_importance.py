@@ -1,8 +1,11 @@
 """Inputs of experts, collected from models of every kind, against the same collected by hand."""
 
+import copy
 import json
+import pickle
 import warnings
 from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -44,6 +47,7 @@ from tests.models import (
     gpt_oss,
     llama4,
     load,
+    logits,
     make,
     nemotron_h,
     qwen3_moe,
@@ -588,3 +592,38 @@ def test_importance_of_other_settings_is_said(tmp_path):
     with pytest.warns(UserWarning, match=r"rope_parameters.rope_theta \d+.0, and .*bf16 has 500000.0: run") as warned:
         convert_checkpoint(source, tmp_path / "y", Options("weighted", importance=load_importance(out)))
     assert "pad_token_id" not in str(warned[0].message)
+
+
+def test_batches_that_can_be_read_once(tmp_path):
+    """What an iterator gives counts for each model that a config makes, and no model keeps it: after gptq, which may
+    take an hour, it could not be saved."""
+    batches = [torch.randint(3, 90, (2, 24)) for _ in range(3)]
+    source, ways = folder(tmp_path, qwen3_moe), (list, iter, lambda items: (ids for ids in items))
+    found = []
+    for given in ways:
+        settings = {"recipe": "weighted", "linears": "attention", "calibration": given(batches)}
+        config = MoeNvfp4Config(**settings)
+        models = [load(source, quantization_config=config) for _ in range(2)]
+        models.append(swap_experts(load(source), **settings | {"calibration": given(batches)}, progress=False))
+        models += [copy.deepcopy(models[2]), pickle.loads(pickle.dumps(models[2]))]
+        models[2].save_pretrained(tmp_path / "saved")
+        assert all(model.config.quantization_config.calibration is None for model in models)
+        found += [logits(model) for model in (*models, load(tmp_path / "saved"))]
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("wrapper", ["compiled", "adapters"])
+def test_importance_of_a_model_in_a_wrapper(wrapper):
+    """PEFT and torch.compile give modules other names; the file was refused as another model's."""
+    measure = partial(model_importance, batches=[IDS], linears=["model.layers.0.self_attn.o_proj"], progress=False)
+    model = make(qwen3_moe, torch.float32)
+    want = measure(model)
+    if wrapper == "compiled":
+        model = torch.compile(model, backend="eager")
+    else:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    got = measure(model)
+    assert got.layers.keys() == want.layers.keys() and got.linears.keys() == want.linears.keys()
+    for name, of_layer in want.layers.items():
+        torch.testing.assert_close(vars(got.layers[name]), vars(of_layer), atol=1e-5, rtol=1e-5)

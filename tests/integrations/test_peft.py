@@ -437,7 +437,7 @@ def test_compiled_whole():
     [
         (dict(target_modules=r".*\.experts", target_parameters=None), ValueError, "no LoRA for the module as a whole"),
         (dict(target_parameters=["experts.down_proj_sf"]), ValueError, "no LoRA for down_proj_sf: name their proj"),
-        (dict(init_lora_weights="pissa"), NotImplementedError, "init_lora_weights='pissa' starts from dense weights"),
+        (dict(init_lora_weights="pissa"), NotImplementedError, "init_lora_weights='pissa' reads dense weights"),
         (
             dict(modules_to_save=["experts"]),
             NotImplementedError,
@@ -459,8 +459,8 @@ def test_what_is_refused_by_name(settings, error, message):
     [
         (dict(lora_bias=True), "lora_bias=False only"),  # merging would lose the bias
         (dict(fan_in_fan_out=True), "fan_in_fan_out=False only"),
-        (dict(init_lora_weights="pissa"), "starts from dense weights"),
-        (dict(init_lora_weights="orthogonal"), "starts from dense weights"),
+        (dict(init_lora_weights="pissa"), "reads dense weights"),
+        (dict(init_lora_weights="orthogonal"), "reads dense weights"),
     ],
 )
 def test_later_adapters_are_refused_like_the_first(target, settings, message):
@@ -484,6 +484,28 @@ def test_adapters_that_start_from_inputs():
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-3)
     with pytest.raises(NotImplementedError, match="'eva' starts from a linear's inputs, and experts are several"):
         get_peft_model(swapped(), LoraConfig(target_parameters=["experts.down_proj"], init_lora_weights="eva"))
+
+
+@pytest.mark.parametrize("start, target", [
+    *((start, dict(target_modules=["q_proj"])) for start in ("eva", "orthogonal", "lora_ga")),
+    ("eva", dict(target_modules=[], target_parameters=["experts.down_proj"])),
+])  # fmt: skip
+def test_adapters_of_dense_models_that_started_otherwise(start, target, tmp_path):
+    """Files have what was learned, wherever it started: PEFT's config says how, and loading was refused."""
+    model = swapped(linears="attention")
+    dense = get_peft_model(dense_like(model), LoraConfig(r=4, init_lora_weights=start, **target))
+    with torch.no_grad():
+        for name, p in dense.named_parameters():
+            if "lora_" in name:
+                p.normal_(std=0.1)
+    dense.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(model, tmp_path)
+    factors = [p.dtype for name, p in loaded.named_parameters() if "lora_" in name]
+    assert factors and set(factors) == {torch.float32}
+    assert relative_error(logits(loaded), logits(dense)) < 1e-5
+    assert loaded.peft_config["default"].init_lora_weights == start
+    with pytest.raises(NotImplementedError, match="init_lora_weights='pissa' reads dense weights"):
+        loaded.add_adapter("later", LoraConfig(r=4, init_lora_weights="pissa", **target))
 
 
 @pytest.mark.parametrize(("family", "version", "refused"), [

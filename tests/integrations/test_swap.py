@@ -1057,6 +1057,8 @@ def test_fields_that_are_changed_in_place_count():
     assert made(lambda config: setattr(config, "linears", None)) == (["a"], "packed")
     assert made(lambda config: config.exclude.append("b"), MoeNvfp4Config()) == (["b"], "packed")
     assert made(lambda config: vars(config).update(linears="mlp"), MoeNvfp4Config()) == ([], ["mlp"])
+    for both in ("dense,attention", ["packed", "attention"]):
+        assert isinstance(MoeNvfp4Config(linears=both).linears, list)  # and so it is refused
     config = MoeNvfp4Config()
     assert config.exclude is not MoeNvfp4Config().exclude and config.chosen == {}
     other = copy.copy(config)
