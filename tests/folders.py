@@ -190,6 +190,21 @@ def fp8(kind, weight, power_of_two=False):
     return codes.reshape(padded.shape)[:N, :K].contiguous(), scale.reshape(()) if kind == "tensor" else scale, worth
 
 
+def as_published(folder):
+    """Name the tensors of Kimi-K2.5, Kimi Linear or DeepSeek V4, as transformers 5.24 saves them, as their repositories
+    do."""
+    of_v4 = json.loads((folder / "config.json").read_text())["model_type"] == "deepseek_v4"
+    files = {}
+    for name, tensor in tensors(folder).items():
+        name = re.sub(r"^language_model\.model\.blocks\.", "language_model.model.layers.", name)
+        name = re.sub(r"\.block_sparse_moe\.((gate|up|down)_proj\.)", r".mlp.\1", name)
+        if of_v4:
+            name = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.").replace("hc_head.hc", "hc_head")
+            name = name.replace("embed_tokens.", "embed.")
+        files[name] = tensor
+    save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def change_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))

@@ -134,7 +134,11 @@ def tokenizer_at(source: str | os.PathLike) -> Any:
 
 def _refuse_own_code(source: str | os.PathLike) -> None:
     """ValueError if the tokenizer at `source` is of a class in its repository."""
-    if "AutoTokenizer" in (_json_at(source, "tokenizer_config.json").get("auto_map") or {}):
+    try:
+        config = _json_at(source, "tokenizer_config.json")
+    except (OSError, ValueError):  # there is no such place
+        return
+    if "AutoTokenizer" in (config.get("auto_map") or {}):
         raise ValueError(f"{source}: the tokenizer is code of its repository, which is never run here: make token ids "
                          "with it (AutoTokenizer.from_pretrained(..., trust_remote_code=True)) and give these in "
                          "Python, as in calibrate(model, [ids])") from None  # fmt: skip

@@ -46,6 +46,21 @@ from moe_nvfp4.quantize.recipes import quantize_expert
 
 logger = logging.get_logger(__name__)
 
+# model_type -> names as published, and as transformers 5.24 saves them
+PUBLISHED: dict[str | None, list[tuple[str, str]]] = {
+    "kimi_k25": [(r"language_model\.model\.layers\.", r"language_model\.model\.blocks\.")],
+    "kimi_linear": [
+        (rf"\.mlp\.{part}_proj\.", rf"\.block_sparse_moe\.{part}_proj\.") for part in ("gate", "up", "down")
+    ],
+    "deepseek_v4": [
+        (r"\.attn\.kv_norm\.", r"\.attn\.norm\."),
+        *((rf"^hc_head_{part}", rf"^model\.hc_head\.hc_{part}") for part in ("fn", "base", "scale")),
+        (r"^layers\.", r"^model\.layers\."),
+        (r"^embed\.weight", r"^model\.embed_tokens\.weight"),
+        (r"^norm\.weight", r"^model\.norm\.weight"),
+    ],
+}
+
 
 # ---------------------------------------------------------------- quantizing on the way in
 class QuantizingConverter(WeightConverter):
@@ -276,7 +291,7 @@ class Conversions:
         which load. used: those that were used for loading."""
         ours = (QuantizingConverter, PackedConverter)
         own = [c for c in self._base if self._params_of(c)]  # for experts that are dense
-        self._kept = [c for c in used if not isinstance(c, ours) and c not in own]
+        self._kept = [c for c in used if not isinstance(c, (*ours, Published)) and c not in own]
         if any(len(c.target_patterns) > 1 for c in own):
             return []
         kept = [_Renaming.like(c) if type(c) is WeightRenaming else c for c in self._kept]
@@ -366,7 +381,21 @@ def _global_amax(dense: Any, param: DTensor) -> dict[int, Tensor]:
 def model_conversions(model: Any, loading: bool = False) -> list:
     """transformers' renamings and converters for a model: for loading, or for saving one not loaded from files."""
     conversions = get_model_conversion_mapping(model, add_legacy=loading)
-    return [c for c in conversions if loading or not isinstance(c, PrefixChange)]
+    if loading:
+        return conversions
+    return [*published_names(model), *(c for c in conversions if not isinstance(c, PrefixChange))]
+
+
+class Published(WeightRenaming):
+    """From a published name to that under which transformers saves the same tensor."""
+
+    __slots__ = ()
+
+
+def published_names(model: Any) -> list[Published]:
+    """What transformers' own renamings, which were written for loading, do not undo when they are reversed: they
+    rename more than they do then. It reads either name, and servers only the published one."""
+    return [Published(*pair) for pair in PUBLISHED.get(getattr(model.config, "model_type", None), ())]
 
 
 def names_in_files(model: nn.Module, modules: Iterable[str]) -> dict[str, str]:

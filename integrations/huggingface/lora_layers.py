@@ -98,7 +98,8 @@ class MergingLayer:
         return [self.scaling[name] for name in adapters], tensors
 
     def _trained_merged(self) -> list[str]:
-        """The active adapters if they are mergeable, else none. Brings the base layer's weights up to date with them.
+        """The active adapters if they are mergeable, else none; in place of these, as in PEFT's own layers, those that
+        the user has merged. Brings the base layer's weights up to date with them.
 
         NotImplementedError if only some are and under FSDP2, RuntimeError while a CUDA graph is captured.
         """
@@ -106,8 +107,9 @@ class MergingLayer:
         if not self.mergeable.intersection(active):
             return []
         self._check_alike(active)
-        self._bring_up_to_date(active)
-        return active
+        by_user = [] if self._by_call else [name for name in self.merged_adapters if name in self.lora_A]
+        self._bring_up_to_date(by_user or active)
+        return by_user or active
 
     @torch.compiler.disable  # it puts other memory into parameters, which compiled code cannot
     def _bring_up_to_date(self, active: list[str]) -> None:
@@ -171,6 +173,15 @@ class MergingLayer:
     def _remember(self, adapters: list[str]) -> None:
         scales, tensors = self._learned(adapters)
         self._merged_from = scales, [t.clone() for t in tensors]
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """What PEFT's convert_to_lora asks, which makes plain adapters of others."""
+        if adapter_name in self.mergeable:
+            raise NotImplementedError(
+                f"adapter {adapter_name!r} is trained to be merged (nvfp4_mergeable), and a plain one computes "
+                "something else: merge_and_unload() keeps what was trained"
+            )
+        return super().supports_lora_conversion(adapter_name)  # type: ignore[misc]
 
     def _check_alike(self, adapters: list[str]) -> None:
         if 0 < len(self.mergeable.intersection(adapters)) < len(adapters):

@@ -96,6 +96,24 @@ class LoraModel(lora.LoraModel):
         self._let_merge(adapter_name, model)
         return found
 
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        mergeable = (layer.mergeable for layer in self.modules() if isinstance(layer, MergingLayer))
+        if kwargs.get("adapter_names") is not None and any(mergeable):
+            raise NotImplementedError(
+                "adapter_names: adapters that are trained to be merged (nvfp4_mergeable) change the weights for a "
+                "whole batch: set_adapter, and call once for each"
+            )
+        return super()._enable_peft_forward_hooks(*args, **kwargs)
+
+    def add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> None:
+        configs = [self.peft_config[name] for name in adapters if name in self.peft_config]
+        if len({bool(getattr(config, "nvfp4_mergeable", False)) for config in configs}) > 1:
+            raise NotImplementedError(
+                f"adapters {', '.join(adapters)}: some are trained to be merged (nvfp4_mergeable), others are not, and "
+                "their sum would be of one kind: combine adapters of one kind"
+            )
+        super().add_weighted_adapter(adapters, *args, **kwargs)
+
     def _let_merge(self, adapter: str, model: nn.Module) -> None:
         """Have the 4-bit layers compute with this adapter merged, if its config says so."""
         named = {n: m for n, m in model.named_modules() if isinstance(m, MergingLayer) and adapter in m.lora_A}

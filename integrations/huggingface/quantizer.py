@@ -19,7 +19,12 @@ from transformers.utils import logging
 from moe_nvfp4.integrations.huggingface.calibration import importance_for_load
 from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_for_dense, resolve
 from moe_nvfp4.integrations.huggingface.consistent import leave_bad_scales, name_dense, say_scales, unname_dense
-from moe_nvfp4.integrations.huggingface.converters import Conversions, choose_linears, names_for_saving
+from moe_nvfp4.integrations.huggingface.converters import (
+    Conversions,
+    choose_linears,
+    names_for_saving,
+    published_names,
+)
 from moe_nvfp4.integrations.huggingface.dense import make_dense
 from moe_nvfp4.integrations.huggingface.experts import (
     PACKED,
@@ -277,7 +282,6 @@ class MoeNvfp4Quantizer(HfQuantizer):
         """
         config, dialect = self.quantization_config, DIALECTS[self.quantization_config.dialect]
         prefix = getattr(model, "base_model_prefix", "")
-        config.calibration = None  # it was used, and would be a part of what is copied or pickled
         untie(model, experts)
         self._model = weakref.ref(model)
         self.conversions = Conversions(
@@ -415,6 +419,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
     def for_saving(self, used: list) -> list:
         """The conversions for saving. used: those that were used for loading."""
         saving = [c for c in self.conversions.for_saving(used) if c is not self.linears]
+        model = None if self._model is None else self._model()
+        if saving and isinstance(model, PreTrainedModel):
+            saving = [*published_names(model), *saving]
         return [*saving, self.linears] if self.linears and self.linears.nvfp4 else saving
 
     def resized_head(self, head: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:

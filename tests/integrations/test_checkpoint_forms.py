@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -15,15 +16,17 @@ from transformers import AutoModelForCausalLM, Step3p7ForConditionalGeneration
 
 from moe_nvfp4 import cli
 from moe_nvfp4.cli import models
-from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations
+from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, checkpoint_config, set_activations, swap_experts
 from moe_nvfp4.integrations.huggingface.experts import HFExperts
 from moe_nvfp4.linear import NVFP4Linear
 from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.checkpoints import config_of
 from tests.common import THRESHOLDS, relative_error
 from tests.folders import (
     CONFIGS,
+    as_published,
     awq,
     change_config,
     fp8,
@@ -575,3 +578,58 @@ def test_a_decision_head_beside_the_weights(name, weight, bias, tmp_path):
         (path / f"{name}.safetensors").unlink()
     with pytest.raises(ValueError, match="proj.weight"):
         kind.from_pretrained(tmp_path / "4-bit", **dtype)
+
+
+def kimi_linear():
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    return KimiLinearForCausalLM(KimiLinearConfig(
+        **SMALL | dict(num_key_value_heads=4), intermediate_size=48, moe_intermediate_size=48, num_experts=4,
+        num_experts_per_token=2, num_shared_experts=1, num_expert_group=1, topk_group=1, linear_head_dim=16,
+        linear_num_heads=4, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+        layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "sparse"]))  # fmt: skip
+
+
+def kimi_k25():
+    from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
+
+    text = dict(
+        **SMALL | dict(num_key_value_heads=4), model_type="deepseek_v3", intermediate_size=48, moe_intermediate_size=48,
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+        q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+        num_nextn_predict_layers=0,
+    )  # fmt: skip
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, patch_size=14,
+                  pos_emb_height=8, pos_emb_width=8)  # fmt: skip
+    tokens = dict(image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
+    return Kimi_K25ForConditionalGeneration(Kimi_K25Config(text_config=text, vision_config=vision, **tokens))
+
+
+@pytest.mark.parametrize("family", [kimi_linear, kimi_k25, deepseek_v4], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_published_names_stay(family, dialect, tmp_path):
+    """What transformers saves of these has names that vLLM does not know, and so had what calibrate makes for it."""
+    config = {kimi_linear: "KimiLinearConfig", kimi_k25: "Kimi_K25Config", deepseek_v4: "DeepseekV4Config"}[family]
+    if not hasattr(transformers, config):
+        pytest.skip(f"this transformers has no {config}")
+    source = folder(tmp_path, family)
+    saved = tensors(source)
+    as_published(source)
+    files = tensors(source)
+    assert files.keys() != saved.keys()
+    read = partial(getattr(transformers, config_of(source)["architectures"][0]).from_pretrained, dtype=torch.bfloat16)
+    given = dict(recipe="max", linears="attention")
+    convert_checkpoint(source, tmp_path / "written", Options(dialect=dialect, **given), progress=False)
+    read(tmp_path / "written").save_pretrained(tmp_path / "saved")
+    read(source, quantization_config=MoeNvfp4Config(dialect=dialect, **given)).save_pretrained(tmp_path / "loaded")
+    ways = ["saved", "loaded"]
+    if dialect == "modelopt":
+        swap_experts(read(source), **given, progress=False).save_pretrained(tmp_path / "swapped")
+        ways.append("swapped")
+    want = tensors(tmp_path / "written")
+    assert {name for name, tensor in files.items() if tensor.dim() == 1} <= want.keys()
+    for way in ways:
+        found = tensors(tmp_path / way)
+        assert found.keys() == want.keys() and all(torch.equal(found[n], want[n]) for n in want if "norm" in n), way
+        assert verify_checkpoint(tmp_path / way, source).warnings == []
+        assert torch.equal(logits(read(tmp_path / way)), logits(read(tmp_path / "written")))

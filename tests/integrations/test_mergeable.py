@@ -444,6 +444,8 @@ def test_adapters_of_two_kinds():
         logits(mine)
     with pytest.raises(NotImplementedError, match="some are trained to be merged"):
         mine.merge_adapter(["default", "plain"])
+    with pytest.raises(NotImplementedError, match="and their sum would be of one kind"):
+        mine.add_weighted_adapter(["default", "plain"], [0.5, 0.5], "sum", combination_type="linear")
     mine.base_model.set_adapter(["plain"])
     assert torch.equal(logits(mine), plain)
     mine.base_model.set_adapter(["default"])
@@ -464,6 +466,42 @@ def test_adapters_of_two_kinds():
     assert torch.equal(logits(mine), logits(other))
     with pytest.raises(NotImplementedError, match="lora_dropout=0"):
         get_peft_model(swapped(), config(target_parameters=None, lora_dropout=0.1))
+
+
+def test_what_a_user_merged_stays_merged():
+    """A call merged the active adapter in its place, so what was saved then depended on whether there was a call."""
+    model = get_peft_model(swapped(), config())
+    model.add_adapter("other", config())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B.other" in name:
+                p.normal_(std=0.05)
+    alone = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        alone[name] = logits(model)
+    model.set_adapter("default")
+    model.unmerge_adapter()
+    model.merge_adapter(adapter_names=["other"])
+    for _ in range(2):
+        assert torch.equal(logits(model), alone["other"])
+    model.unmerge_adapter()
+    assert torch.equal(logits(model), alone["default"]) and relative_error(alone["other"], alone["default"]) > 0.01
+    with pytest.raises(NotImplementedError, match="adapter_names: adapters that are trained to be merged"):
+        model(IDS, adapter_names=["default"] * len(IDS))
+    assert torch.equal(logits(model), alone["default"])
+
+
+@pytest.mark.parametrize("kind", [MergeableLoraConfig, LoraConfig], ids=["mergeable", "plain"])
+def test_conversion_to_a_plain_adapter(kind):
+    """PEFT makes it of another adapter; of one that is trained to be merged it would be another model."""
+    peft = pytest.importorskip("peft", minversion="0.19", reason="PEFT converts adapters from 0.19 on")
+    adapted = get_peft_model(swapped(), kind(r=4, target_modules=["q_proj"]))
+    if kind is LoraConfig:
+        assert peft.convert_to_lora(adapted, rank=4)
+    else:
+        with pytest.raises(NotImplementedError, match=r"is trained to be merged.*: merge_and_unload\(\) keeps what"):
+            peft.convert_to_lora(adapted, rank=4)
 
 
 @pytest.mark.parametrize("kind", [MergeableLoraConfig, LoraConfig], ids=["mergeable", "plain"])

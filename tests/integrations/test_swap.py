@@ -1040,6 +1040,21 @@ def test_fields_that_are_assigned_count(assign, tmp_path):
             loading(source, field, value)
 
 
+@pytest.mark.parametrize("said", [dict(ignore=["lm_head"]), dict(input_scale=True), dict(pre_quant_scale=True)])
+def test_what_config_json_says_is_no_choice(said, tmp_path):
+    """lm_head became 4-bit all the same, and config.json then called it dense."""
+    dense = folder(tmp_path, qwen3_moe)
+    convert_checkpoint(dense, tmp_path / "4-bit", progress=False)
+    for source in (dense, tmp_path / "4-bit"):
+        with pytest.raises(
+            ValueError, match=f"{next(iter(said))} would have no effect: config.json says it of 4-bit f"
+        ):
+            load(source, quantization_config=MoeNvfp4Config(**said))
+    model = load(dense, quantization_config=MoeNvfp4Config(linears="attention"))
+    config = model.config.quantization_config  # of a model that was made so, for another one
+    assert config.ignore and torch.equal(logits(load(dense, quantization_config=config)), logits(model))
+
+
 def test_fields_that_are_changed_in_place_count():
     """A list of patterns to which one is added had no effect, and what a copy was assigned changed the original."""
 
