@@ -232,7 +232,7 @@ def resolve(config: Any) -> tuple[MoeNvfp4Config, bool]:
     for given in (asked, source):  # what a user made says how to make files, and not what they hold
         for name in ("ignore", "input_scale", "pre_quant_scale"):
             if isinstance(given, MoeNvfp4Config) and not given.settled and getattr(given, name):
-                raise ValueError(f"{name} would have no effect: config.json says it of 4-bit files. exclude names what "
+                raise ValueError(f"{name} is what config.json says of 4-bit files, and no choice: exclude names what "
                                  "is to be left as it is, and moe-nvfp4 calibrate measures scales")  # fmt: skip
     for name in ("modules_to_not_convert", "use_optimized_inference"):  # options of other packages' configs
         if getattr(source, name, None):

@@ -476,12 +476,14 @@ def _refuse_between_processes(layer: nn.Module) -> None:
 def _check(config: LoraConfig, layer: MergingLayer) -> None:
     """NotImplementedError for options that need the dense weights, or that merging would lose."""
     found = config.init_lora_weights
+    on = "; an adapter of a file trains on with init_lora_weights: true in its adapter_config.json"
     if found == "eva" and not isinstance(layer, LoraLinear):
         raise NotImplementedError("init_lora_weights='eva' starts from a linear's inputs, and experts are several: use "
-                                  "True or 'gaussian' for them")  # fmt: skip
+                                  f"True or 'gaussian' for them{on}")  # fmt: skip
     if isinstance(found, str) and found not in ("gaussian", "eva"):
         raise NotImplementedError(
-            f"init_lora_weights={found!r} reads dense weights, which 4-bit layers do not have: use True or 'gaussian'"
+            f"init_lora_weights={found!r} reads dense weights, which 4-bit layers do not have: use True or "
+            f"'gaussian'{on * (found in UNLIKE_FILES)}"
         )
     for field in ("lora_bias", "fan_in_fan_out"):
         if getattr(config, field):

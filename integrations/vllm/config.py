@@ -213,7 +213,7 @@ class MoeNvfp4Config(QuantizationConfig):
             self.check_head(hf_config)
             self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
             if (source := coming or headers(model_name, revision)) is not None:
-                check_files(source, self.info)
+                check_files(source, self.info, whole=coming is not None or os.path.isdir(model_name))
                 self.dense = dense_names(source, self.info)
                 self.static = any(name.endswith(f".{self.info.dialect.input_scale}") for name in source.tensors)
                 if any(name.startswith("layers.") for name in source.tensors):  # a base model, vLLM's is in `model`
@@ -443,7 +443,8 @@ def check_options() -> None:
 
     def verify_quantization(self) -> None:
         verify(self)
-        if told(self.hf_config) and self.quantization != NAME:
+        # vLLM passes a function of overrides on to a draft model, too
+        if told(self.hf_config) and self.quantization != NAME and self.runner != "draft":
             raise ValueError(f"--hf-overrides has options of {NAME}, which does not run: add --quantization {NAME}")
 
     verify_quantization.extended = True

@@ -336,9 +336,8 @@ def headers(model: str, revision: str | None) -> Checkpoint | None:
     from vllm.transformers_utils.config import get_safetensors_params_metadata
 
     found = get_safetensors_params_metadata(model, revision=revision)
-    tensors = {
-        name: TensorSlice(Path(model), info["dtype"], tuple(info["shape"]), 0, 0) for name, info in found.items()
-    }
+    found.pop("__metadata__", None)  # of files in the Hub's cache
+    tensors = {n: TensorSlice(Path(model), t["dtype"], tuple(t["shape"]), 0, 0) for n, t in found.items()}
     return Checkpoint(Path(model), {}, tensors) if tensors else None
 
 
@@ -395,15 +394,19 @@ def dense_names(source: Checkpoint, info: QuantizationInfo) -> list[str]:
     return [name for name, stem in found.items() if info.ignores(stem)]
 
 
-def check_files(source: Checkpoint, info: QuantizationInfo) -> None:
+def check_files(source: Checkpoint, info: QuantizationInfo, whole: bool = True) -> None:
     """Compare the headers of a folder with its config, before a worker reads it.
 
-    ValueError unless every NVFP4 matrix of an expert has codes, block scales and a global scale, and for a scale that
-    nothing reads.
+    whole  whether these are all that there will be: vLLM downloads the rest of a model on the Hub
+
+    ValueError unless every NVFP4 matrix of an expert has codes, block scales and a global scale, if they are `whole`,
+    and for a scale that nothing reads.
     """
     folder, tensors = source.folder, source.tensors
     d = info.dialect
     _check_scales(tensors, d)
+    if not whole:
+        return
     wanted = {d.weight: "U8", d.sf: "F8_E4M3", d.global_scale: "F32"}
     for name, found in tensors.items():
         stem, _, suffix = name.rpartition(".")

@@ -675,7 +675,8 @@ def test_options_of_a_plug_in_that_does_not_run(folders, monkeypatch):
         ModelConfig(str(folders / "bf16"), **options)
     for name, more in (("bf16", {"quantization": "moe_nvfp4"}), ("modelopt", {})):
         assert ModelConfig(str(folders / name), **options, **more).quantization == "moe_nvfp4"
-    assert ModelConfig(str(folders / "bf16"), skip_tokenizer_init=True).quantization is None
+    for draft in ({}, options | {"runner": "draft"}):  # vLLM passes a function of overrides on to a dense draft model
+        assert ModelConfig(str(folders / "bf16"), **{"skip_tokenizer_init": True} | draft).quantization is None
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     for user in (None, "modelopt_fp4"):
         with refused:
@@ -990,6 +991,35 @@ def test_files_that_are_on_the_hub(tmp_path, monkeypatch):
     )
     with pytest.raises(NotImplementedError, match="experts.0.up_proj.pre_quant_scale: vLLM has no place for AWQ's"):
         Config.from_config(hf_config.quantization_config).maybe_update_config("org/model", hf_config)
+
+
+@pytest.mark.parametrize("part", ["all", "some"])
+def test_files_of_the_hub_that_are_in_its_cache(part, folders, tmp_path, monkeypatch):
+    """Without a network vLLM reads these, of which a part may be missing, and their metadata is no tensor."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import NotASafetensorsRepoError
+    from transformers import AutoConfig
+
+    def offline(*args, **kwargs):
+        raise NotASafetensorsRepoError
+
+    monkeypatch.setattr(HfApi, "get_safetensors_metadata", offline)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    place = tmp_path / "models--org--model"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs/main").write_text("c" * 40)
+    shutil.copytree(folders / "modelopt", place / "snapshots" / ("c" * 40))
+    file = place / "snapshots" / ("c" * 40) / "model.safetensors"
+    files = tensors(file.parent)
+    if part == "some":
+        files = {name: t for name, t in files.items() if not name.endswith("down_proj.weight_scale_2")}
+    save_file(files, file, metadata={"format": "pt"})
+    hf_config = AutoConfig.from_pretrained(folders / "modelopt")
+    config = Config.from_config(hf_config.quantization_config)
+    config.maybe_update_config("org/model", hf_config)
+    here = Config.from_config(hf_config.quantization_config)
+    here.maybe_update_config(str(folders / "modelopt"), hf_config)
+    assert config.dense == here.dense and "model.layers.0.self_attn.q_proj" in config.dense
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
