@@ -12,7 +12,7 @@ transformers keeps in float32 are in no group. Linears that servers fuse share a
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -128,6 +128,8 @@ def fused_in_files(source: Checkpoint, stems: Collection[str]) -> dict[str, tupl
             in_model |= {stem: model.place(f"{stem}.weight")[0].removesuffix(".weight") for stem in linears}
         except UnknownModel:
             pass  # their names in files decide
+    one = Counter(in_model.values())  # transformers joins some (MiniMax M3's gate and up): their names in files decide
+    in_model = {stem: name if one[name] == 1 else stem for stem, name in in_model.items()}
     in_files = {name: stem for stem, name in in_model.items()}
     return {stem: tuple(in_files[n] for n in fused_names(name) if n in in_files) for stem, name in in_model.items()}
 

@@ -15,7 +15,7 @@ from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import config_of
 from tests.folders import CONFIGS, NUMBERS, is_linear, quantized, qwen2_moe, stored, write
-from tests.models import folder, qwen3_moe, tensors
+from tests.models import SMALL, folder, qwen3_moe, tensors
 from tests.quantize.test_convert import inkling, inkling2
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -102,6 +102,29 @@ def test_linears_that_servers_fuse_of_which_some_are_dense(dialect, tmp_path):
     path, _ = quantized(tmp_path, qwen2_moe, dialect, lambda k: k.endswith("1.self_attn.q_proj.weight"))
     (warning,) = [line for line in verify_checkpoint(path).warnings if "it fuses" in line]
     assert "1 groups of linears are 4-bit in part (model.layers.1.self_attn.q_proj, k_proj, v_proj, ...)" in warning
+
+
+def test_linears_that_transformers_joins(tmp_path):
+    """MiniMax M3's gate and up are one linear there, so that both had the same name in the model."""
+    import transformers
+
+    def minimax_m3():
+        text = dict(
+            **SMALL, num_local_experts=4, num_experts_per_tok=2, intermediate_size=48, dense_intermediate_size=64,
+            shared_intermediate_size=48, mlp_layer_types=["dense", "sparse"], layer_types=["full_attention"] * 2,
+        )  # fmt: skip
+        vision = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+        config = transformers.MiniMaxM3VLConfig(text_config=text, vision_config=vision)
+        return transformers.MiniMaxM3SparseForConditionalGeneration(config)
+
+    source = folder(tmp_path, minimax_m3)
+    files = {}
+    for key, tensor in tensors(source).items():
+        packed = re.search(r"(mlp|shared_experts)\.(gate|up|down)_proj\.weight|experts\.\d+\.w[123]\.weight", key)
+        files |= stored("modelopt", key.removesuffix(".weight"), tensor) if packed else {key: tensor}
+    path = write(tmp_path / "nvfp4", files, config_of(source), CONFIGS["modelopt"])
+    (warning,) = [line for line in verify_checkpoint(path).warnings if "fuses" in line]
+    assert "2 groups of linears have different global scales" in warning and "mlp.gate_proj, up_proj" in warning
 
 
 def test_linears_of_other_rows_are_not_fused(tmp_path):
