@@ -229,11 +229,11 @@ def resolve(config: Any) -> tuple[MoeNvfp4Config, bool]:
     source = asked if converts else config
     if asked is not None and not converts:
         loading_fields(asked.chosen)
-    for given in (asked, source):  # what a user made says how to make files, and not what they hold
-        for name in ("ignore", "input_scale", "pre_quant_scale"):
-            if isinstance(given, MoeNvfp4Config) and not given.settled and getattr(given, name):
-                raise ValueError(f"{name} is what config.json says of 4-bit files, and no choice: exclude names what "
-                                 "is to be left as it is, and moe-nvfp4 calibrate measures scales")  # fmt: skip
+    users = source if asked is None else asked
+    for name in ("ignore", "input_scale", "pre_quant_scale"):
+        if not users.settled and getattr(users, name):  # else it was read from files, which it describes
+            raise ValueError(f"{name} is what config.json says of 4-bit files, and no choice: exclude names what "
+                             "is to be left as it is, and moe-nvfp4 calibrate measures scales")  # fmt: skip
     for name in ("modules_to_not_convert", "use_optimized_inference"):  # options of other packages' configs
         if getattr(source, name, None):
             raise ValueError(f"{name} has no effect on files that are NVFP4 already: leave it out")

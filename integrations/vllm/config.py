@@ -16,7 +16,7 @@ from moe_nvfp4.backends import Device, Problem, explain
 from moe_nvfp4.integrations.placement import no_gpu
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.adapters import ExpertsAdapter
-from moe_nvfp4.integrations.vllm.loading import NO_AWQ, check_files, dense_names, folder_of, headers
+from moe_nvfp4.integrations.vllm.loading import NO_AWQ, check_files, dense_names, folder_of
 from moe_nvfp4.integrations.vllm.placement import Placement
 from moe_nvfp4.integrations.vllm.unwritten import Converted
 from moe_nvfp4.quantize.dialects import QuantizationInfo, matches, read_config
@@ -193,6 +193,8 @@ class MoeNvfp4Config(QuantizationConfig):
     def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
         from vllm.platforms import current_platform
 
+        from moe_nvfp4.integrations.vllm import engine
+
         self.model = Model.of(model_name, hf_config)
         _check_overrides(hf_config)
         if getattr(self, "online_quantization_config", None) is not None:  # vLLM sets it
@@ -212,7 +214,7 @@ class MoeNvfp4Config(QuantizationConfig):
         if self.base is not None:
             self.check_head(hf_config)
             self.base.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
-            if (source := coming or headers(model_name, revision)) is not None:
+            if (source := coming or engine.headers(model_name, revision)) is not None:
                 check_files(source, self.info, whole=coming is not None or os.path.isdir(model_name))
                 self.dense = dense_names(source, self.info)
                 self.static = any(name.endswith(f".{self.info.dialect.input_scale}") for name in source.tensors)
@@ -308,7 +310,7 @@ class MoeNvfp4Config(QuantizationConfig):
                     self.say(runs, activations if engine.has_fp4() else "bf16")
             return None if self.base is None else self.base.get_quant_method(layer, prefix)
         engine.check_load_format(prefix, self.form, self.model)
-        if self.base is not None and (drafts := engine.own_drafts()) is not None:
+        if self.base is not None and not self.experts and (drafts := engine.own_drafts()) is not None:
             self.check_head(drafts)
         self.experts.append(prefix)
         activations: str | None = self.activations or "bf16"

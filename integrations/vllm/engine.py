@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -26,17 +27,20 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
+from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from moe_nvfp4.backends import Device, named
 from moe_nvfp4.integrations.placement import COPIED, SCRATCH
 from moe_nvfp4.integrations.vllm import NAME
 from moe_nvfp4.integrations.vllm.config import READERS, Model, version
 from moe_nvfp4.integrations.vllm.linear_adapters import check_adapters
+from moe_nvfp4.integrations.vllm.loading import opened
 from moe_nvfp4.integrations.vllm.mends import complete_adapters
 from moe_nvfp4.integrations.vllm.reload import check_reloads
 from moe_nvfp4.integrations.vllm.unwritten import Converted, tensors
 from moe_nvfp4.quantize.dialects.compressed_tensors import FORMAT
 from moe_nvfp4.quantize.dialects.modelopt import ALGOS
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
 from moe_nvfp4.quantize.layouts.stacked import STACKS
 from moe_nvfp4.weights import Gate
 
@@ -406,6 +410,17 @@ def check_load_format(name: str, form: str | None, model: Model) -> None:
     raise ValueError(f"{name}: the files are {form}, and become NVFP4 while they load: add {add}")
 
 
+def headers(model: str, revision: str | None) -> Checkpoint | None:
+    """`opened`, and for a name on the Hub the names, dtypes and shapes of its tensors, which vLLM reads from there or
+    from what is downloaded; None where neither says them."""
+    if os.path.isdir(model) or "://" in model or envs.VLLM_USE_MODELSCOPE:
+        return opened(model)
+    found = get_safetensors_params_metadata(model, revision=revision)
+    found.pop("__metadata__", None)  # of files in the Hub's cache
+    tensors = {n: TensorSlice(Path(model), t["dtype"], tuple(t["shape"]), 0, 0) for n, t in found.items()}
+    return Checkpoint(Path(model), {}, tensors) if tensors else None
+
+
 class UnwrittenLoader(DefaultModelLoader):
     """`--load-format moe_nvfp4`: vLLM's own loader, but files that the model's quantization config says are converted
     come as the conversion makes them."""
@@ -416,12 +431,10 @@ class UnwrittenLoader(DefaultModelLoader):
         self.experts = True
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, *args, **kwargs) -> torch.nn.Module:
-        config, drafts = vllm_config.quant_config, vllm_config.speculative_config
-        # vLLM gives a "draft_model" a config in which it is the model
-        target = vllm_config.model_config if drafts is None else drafts.target_model_config
+        config = vllm_config.quant_config
         if model_config.model != vllm_config.model_config.model:  # a draft model in a folder of its own
             config = vllm_config.get_quantization_config(model_config, self.load_config)
-        elif model_config.model == target.model and (config is None or config.get_name() != NAME):
+        elif model_config.runner_type != "draft" and (config is None or config.get_name() != NAME):
             raise ValueError(f"--load-format {NAME}: the model is not quantized by it: add --quantization {NAME}")
         self.converted = getattr(config, "converted", None)
         place = self.load_config.download_dir

@@ -326,21 +326,6 @@ def opened(model: str | os.PathLike) -> Checkpoint | None:
     return open_checkpoint(folder)
 
 
-def headers(model: str, revision: str | None) -> Checkpoint | None:
-    """`opened`, and for a name on the Hub the names, dtypes and shapes of its tensors, which vLLM reads from there or
-    from what is downloaded; None where neither says them."""
-    from vllm import envs
-
-    if os.path.isdir(model) or "://" in model or envs.VLLM_USE_MODELSCOPE:
-        return opened(model)
-    from vllm.transformers_utils.config import get_safetensors_params_metadata
-
-    found = get_safetensors_params_metadata(model, revision=revision)
-    found.pop("__metadata__", None)  # of files in the Hub's cache
-    tensors = {n: TensorSlice(Path(model), t["dtype"], tuple(t["shape"]), 0, 0) for n, t in found.items()}
-    return Checkpoint(Path(model), {}, tensors) if tensors else None
-
-
 def check_folder(
     folder: str | os.PathLike, info: QuantizationInfo | None, before: str | os.PathLike, made_for: str | None = None
 ) -> None:

@@ -682,16 +682,15 @@ def test_options_of_a_plug_in_that_does_not_run(folders, monkeypatch):
         with refused:
             ModelConfig(str(folders / "modelopt"), quantization=user, **options)
     loader = engine.UnwrittenLoader(LoadConfig(load_format="moe_nvfp4"))
-    model = SimpleNamespace(model="a")
+    model = SimpleNamespace(model="a", runner_type="generate")
     for config in (None, SimpleNamespace(get_name=lambda: "fp8")):
-        of_engine = SimpleNamespace(quant_config=config, model_config=model, speculative_config=None)
+        of_engine = SimpleNamespace(quant_config=config, model_config=model)
         with pytest.raises(ValueError, match="--load-format moe_nvfp4: .*: add --quantization moe_nvfp4"):
             loader.load_model(of_engine, model)
     # a dense draft model of another folder, which vLLM gives as the model
     monkeypatch.setattr(engine.DefaultModelLoader, "load_model", lambda self, config, model: "loaded")
-    draft = SimpleNamespace(model="b", hf_text_config=SimpleNamespace(model_type="qwen3"))
-    drafts = SimpleNamespace(target_model_config=model)
-    of_drafts = SimpleNamespace(quant_config=None, model_config=draft, speculative_config=drafts)
+    draft = SimpleNamespace(model="b", hf_text_config=SimpleNamespace(model_type="qwen3"), runner_type="draft")
+    of_drafts = SimpleNamespace(quant_config=None, model_config=draft)
     assert loader.load_model(of_drafts, draft) == "loaded"
 
 
@@ -774,9 +773,11 @@ def test_how_a_draft_model_is_read(method, refused, monkeypatch):
 
 def test_a_place_for_downloads_that_is_not_used_is_refused():
     loader = engine.UnwrittenLoader(LoadConfig(load_format="moe_nvfp4", download_dir="/elsewhere"))
-    model = SimpleNamespace(model="me/model", hf_text_config=SimpleNamespace(model_type="gpt_oss"))
+    model = SimpleNamespace(
+        model="me/model", hf_text_config=SimpleNamespace(model_type="gpt_oss"), runner_type="generate"
+    )
     quant_config = SimpleNamespace(converted=object(), get_name=lambda: "moe_nvfp4")
-    config = SimpleNamespace(quant_config=quant_config, model_config=model, speculative_config=None)
+    config = SimpleNamespace(quant_config=quant_config, model_config=model)
     with pytest.raises(ValueError, match="--download-dir /elsewhere: .*hf download me/model --local-dir"):
         loader.load_model(config, model)
 
