@@ -337,7 +337,9 @@ def expert_bytes(model: Any) -> tuple[int, int]:
     for module in model.modules():
         if isinstance(module, HFExperts):
             before += bf16_bytes(module)
-            after += sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)) + module.mapped_bytes
+            tables = (module.up_name, "down_proj") if module.mapped else ()  # of addresses, for weights in files
+            stored = (p for name, p in module.named_parameters(recurse=False) if name not in tables)
+            after += sum(p.numel() * p.element_size() for p in stored) + module.mapped_bytes
     return before, after
 
 
