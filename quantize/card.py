@@ -12,7 +12,7 @@ from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.dialects import read_config
 from moe_nvfp4.quantize.files import Checkpoint, read_json, write_text
 from moe_nvfp4.quantize.layouts.stacked import STACKS
-from moe_nvfp4.quantize.model import UnknownModel, model_config
+from moe_nvfp4.quantize.model import UnknownModel, class_of, model_config
 from moe_nvfp4.quantize.report import ConversionReport, readable_size, readable_snr
 from moe_nvfp4.quantize.verify import VerificationReport
 
@@ -131,21 +131,22 @@ def write_rows(
 
 
 def _use(folder: Path, name: str) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    kind, loader = None, "AutoModelForCausalLM"
     try:
-        model_config(folder)
+        kind = class_of(model_config(folder))
     except UnknownModel:  # or it is newer than this transformers
         if "auto_map" in json.loads((folder / "config.json").read_text("utf-8")):
             return OWN_CODE.format(name=name)
-    loader = _loader(folder)
-    return USE.format(name=name, loader=loader, answer=_answer(folder, name, loader))
+    if kind is not None and not (kind.__name__.endswith("ForCausalLM") and kind.__name__ in KNOWN.values()):
+        loader = kind.__name__  # Mistral4ForCausalLM is not known to it
+    speaks = kind is None or kind.can_generate()
+    return USE.format(name=name, loader=loader, answer=_answer(folder, name) if speaks else "")
 
 
-def _answer(folder: Path, name: str, loader: str) -> str:
-    """The line of a command that lets the model say something, if it predicts tokens."""
-    import transformers
-
-    if loader != "AutoModelForCausalLM" and not getattr(getattr(transformers, loader), "can_generate", bool)():
-        return ""
+def _answer(folder: Path, name: str) -> str:
+    """The line of a command that lets a model that predicts tokens say something."""
     config = _tokenizer_config(folder)
     if "AutoTokenizer" in (config.get("auto_map") or {}) and not (folder / "tokenizer.json").is_file():
         return ""  # the tokenizer is code, which no command runs
@@ -161,16 +162,6 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
         return read_json(folder / "tokenizer_config.json")
     except (OSError, ValueError):  # there is none, or nobody can read it
         return {}
-
-
-def _loader(folder: Path) -> str:
-    """The class of transformers that loads the model in `folder`: its own, where it is no causal language model."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
-
-    name, *_ = json.loads((folder / "config.json").read_text("utf-8")).get("architectures") or [""]
-    causal = name.endswith("ForCausalLM") and name in KNOWN.values()  # Mistral4ForCausalLM is not
-    return name if not causal and name in dir(transformers) else "AutoModelForCausalLM"
 
 
 def misread_by(folder: Path) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,11 @@ TIED = (
     "it is the embedding (tie_word_embeddings), which stays as it is; for a 4-bit head, save the model with one of its "
     "own (tie_word_embeddings false)"
 )
+# the end of a class's name -> transformers' classes of this kind, by config
+AUTO = {
+    "ForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "ForConditionalGeneration": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+}
 EXPERT_WEIGHTS = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?|mlp\.(w1|v1|w2)")
 
 
@@ -45,6 +51,41 @@ def model_config(folder: str | os.PathLike) -> Any:
     except Exception as error:  # a stranger's config may raise anything
         why = "the model's class is in its own repository, whose code is never run" if _is_own_code(error) else error
         raise UnknownModel(f"transformers {transformers.__version__} cannot read config.json ({why})") from None
+
+
+def class_of(config: Any) -> Any:
+    """The class of transformers that `config` describes; None where it has none.
+
+    Files may name a class of their repository's own code (PhiMoEForCausalLM, KimiK25ForConditionalGeneration). Then it
+    is the class of this kind that transformers has for the model_type, as its Auto classes choose.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    names = config.architectures if isinstance(config.architectures, list) else []
+    for name in map(str, names):
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    for name in map(str, names):
+        for ending, mapping in AUTO.items():
+            found = getattr(modeling_auto, mapping).get(type(config), None) if name.endswith(ending) else None
+            if found is not None:
+                if _alike(name, ending) not in (
+                    _alike(found.__name__, ending),
+                    _alike(type(config).__name__, "Config"),
+                ):
+                    warnings.warn(
+                        f"transformers {transformers.__version__} has no {name}, which config.json names: the model is "
+                        f"taken for a {found.__name__}, its class for {config.model_type}",
+                        stacklevel=2,
+                    )
+                return found
+    return None
+
+
+def _alike(name: str, ending: str) -> str:
+    return name.removesuffix(ending).replace("_", "").lower()
 
 
 @contextmanager
@@ -117,7 +158,8 @@ class ModelTensors:
         reads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         self._embeddings = {name for name, t in self.state.items() if id(t) in speaks | reads}  # their rows are tokens
         heads = set() if as_saved else self._heads(body, speaks)
-        self._resized, self._new = heads, set() if self.name in (whole.config.architectures or [self.name]) else heads
+        as_files_say = not whole.config.architectures or class_of(whole.config) is type(model)
+        self._resized, self._new = heads, set() if as_files_say else heads
 
     @classmethod
     def of(cls, source: Checkpoint) -> ModelTensors:
@@ -130,10 +172,9 @@ class ModelTensors:
         import transformers
 
         here = f"transformers {transformers.__version__}"
-        names = config.architectures or []
-        kind: Any = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
+        kind = class_of(config)
         if kind is None:
-            raise UnknownModel(f"{here} does not know {', '.join(names) or 'any architecture'}")
+            raise UnknownModel(f"{here} does not know {', '.join(config.architectures or ()) or 'any architecture'}")
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         try:

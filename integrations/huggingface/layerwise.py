@@ -37,7 +37,7 @@ from moe_nvfp4.integrations.huggingface.converters import model_conversions
 from moe_nvfp4.quantize.dense import dense_tensors
 from moe_nvfp4.quantize.files import Checkpoint, identity_experts, open_checkpoint
 from moe_nvfp4.quantize.layouts.base import Given
-from moe_nvfp4.quantize.model import ModelTensors, own_code
+from moe_nvfp4.quantize.model import ModelTensors, class_of, own_code
 from moe_nvfp4.quantize.settings import language_config
 from moe_nvfp4.quantize.source import model_dtype, nvfp4_info
 
@@ -259,10 +259,10 @@ class LayerFiles:
             raise ValueError(f"{folder} is quantized already (NVFP4): recipes that use data need the original")
         with own_code(folder):
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        known = [getattr(transformers, name, None) for name in config.architectures or ()]
-        if not known or known[0] is None:
+        kind = class_of(config)
+        if kind is None:
             raise ValueError(f"transformers {transformers.__version__} has no model {config.architectures}")
-        return cls(checkpoint, on_meta(known[0], config, model_dtype(checkpoint)), device, as_saved=True)
+        return cls(checkpoint, on_meta(kind, config, model_dtype(checkpoint)), device, as_saved=True)
 
     @property
     def exact(self) -> bool:

@@ -31,8 +31,8 @@ ON_CPUS = (0, 30)  # the oldest that routes tokens there by itself: before, its 
 # quant_method -> variants of vLLM's own reader of it, which handles everything but experts
 READERS: dict[str, tuple[str, ...]] = {"modelopt": ("modelopt_mixed", "modelopt_fp4"), "compressed-tensors": ()}
 # model types whose head is dense in vLLM, whatever the files have
-DENSE_HEADS = ("gpt_oss", "jamba", "qwen3_next", "qwen4_exp_text", "step3_text", "ernie_mtp", "exaone_moe_mtp",
-               "hy_v3_mtp")  # fmt: skip
+DENSE_HEADS = ("gpt_oss", "jamba", "qwen3_next", "qwen4_exp_text", "step3_text", "phimoe", "ernie_mtp",
+               "exaone_moe_mtp", "hy_v3_mtp", "mimo_v2_mtp")  # fmt: skip
 # parts of vLLM's names of modules whose weights have another: Mamba in Granite 4, Falcon-H1 and Jamba; LFM2-VL; Param2;
 # Ling 2.5
 NAMES = ((".mixer.", ".mamba."), (".short_conv.", ".conv."), ("language.", "language_model."),

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4.cli.models import folder, load, text_of, windows_of
 from moe_nvfp4.cli.options import (
@@ -20,6 +20,9 @@ from moe_nvfp4.cli.options import (
     path,
 )
 from moe_nvfp4.cli.output import note
+
+if TYPE_CHECKING:
+    from moe_nvfp4.quantize.files import Checkpoint
 
 
 def add(commands: Commands) -> None:
@@ -60,6 +63,7 @@ def run(args: argparse.Namespace) -> None:
         config = model.hf_quantizer.quantization_config
         if config.activations == "bf16":
             set_activations(model, "nvfp4")
+        _restore_float32(model, files)
         model.save_pretrained(place.files)
         _keep_config(files.config, place.files / "config.json")
         copy_files(others, source, place.files)
@@ -84,6 +88,24 @@ def run(args: argparse.Namespace) -> None:
         note(f"note: {line}")
 
 
+def _restore_float32(model: Any, files: Checkpoint) -> None:
+    """Let `model` be saved with the values of what its files have in float32 (routers, biases) and it in bf16."""
+    import torch
+
+    from moe_nvfp4.integrations.huggingface.converters import model_conversions
+    from moe_nvfp4.quantize.model import ModelTensors
+
+    names, state = ModelTensors(model, model_conversions(model, loading=True)), model.state_dict(keep_vars=True)
+    for name, stored in files.tensors.items():
+        target, pattern = names.place(name)
+        here = state.get(target)
+        if here is None or pattern is not None or stored.dtype != "F32" or here.dtype == torch.float32:
+            continue
+        value = stored.tensor().to(here.device)
+        if torch.equal(value.to(here.dtype), here.detach()):
+            here.data = value
+
+
 def _keep_config(source: dict[str, Any], file: Path) -> None:
     """Put the `source`'s config, with the new quantization_config, in place of the one that transformers wrote: this
     has the form of its version, in which older programs do not find rope_theta, and take their default."""
@@ -91,7 +113,7 @@ def _keep_config(source: dict[str, Any], file: Path) -> None:
     from moe_nvfp4.quantize.plan import config_of_new_files
 
     written = json.loads(file.read_text("utf-8"))
-    if written.get("architectures") != source.get("architectures"):
+    if written.get("model_type") != source.get("model_type"):
         return  # a part of the source, whose config is another
     new = config_of_new_files(source, written["quantization_config"], written.get("dtype"))
     write_text(file, json.dumps(new, indent=2, ensure_ascii=False) + "\n")

@@ -203,10 +203,10 @@ def tokenizer_of(source: str) -> Any:
 def model_class(config: Any) -> Any:
     import transformers
 
-    for name in config.architectures if isinstance(config.architectures, list) else ():
-        found = getattr(transformers, str(name), None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
+    from moe_nvfp4.quantize.model import class_of
+
+    if (found := class_of(config)) is not None:
+        return found
     if not config.architectures:
         raise ValueError("config.json has no architectures, the name of the model's class: download it again, or save "
                          "the model with save_pretrained")  # fmt: skip
@@ -260,7 +260,7 @@ def load(
     place = usable_device(args.device)
     source = resolve(args.model)
     config = model_config(source)
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {"config": config}  # whose class may be another than the model class's own (Sarvam)
     beside, map_files = getattr(args, "cpu_experts", None), getattr(args, "map_files", False)
     if map_files and place.type == "cuda" and beside is None:
         beside = "all"
@@ -285,7 +285,7 @@ def load(
         check_whole(empty, source)
     make = partial(model_class(config).from_pretrained, source, dtype=dtype or torch.bfloat16)
     if form in ("MXFP4", "FP8") and activations is None:
-        make = partial(dense_model, config, source, dtype=torch.bfloat16)
+        make = partial(dense_model, source, dtype=torch.bfloat16)
     elif form in ("MXFP4", "FP8"):
         note(f"{args.model} is {form}, and becomes NVFP4 while it loads: moe-nvfp4 quantize {args.model} DST writes it "
              "once")  # fmt: skip
@@ -299,7 +299,7 @@ def load(
     return loaded.eval(), tokenizer_of(source) if tokenizer else None
 
 
-def dense_model(config: Any, source: str, **kwargs: Any) -> Any:
+def dense_model(source: str, config: Any, **kwargs: Any) -> Any:
     """The dense model of the MXFP4 or FP8 files of `source`: each tensor is dequantized when transformers asks for it.
     kwargs: of from_pretrained."""
     from transformers import GenerationConfig

@@ -14,11 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING
 
 from moe_nvfp4 import demo
 from moe_nvfp4.cli import info
-from moe_nvfp4.quantize.card import _loader
+from moe_nvfp4.quantize.card import _use
 from tests.cli.commands import Terminal, mistake, run
 from tests.common import ROOT
 from tests.folders import change_config, fp8
@@ -283,15 +285,19 @@ def test_the_model_card(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_the_card_names_the_class_that_loads_the_model(tmp_path):
-    for names, loader in (
-        (["Qwen3MoeForCausalLM"], "AutoModelForCausalLM"),
-        (["Qwen3VLMoeForConditionalGeneration"], "Qwen3VLMoeForConditionalGeneration"),
-        (["Mistral4ForCausalLM"], "Mistral4ForCausalLM"),  # no model of AutoModelForCausalLM
-        (["OfTheirOwnCode"], "AutoModelForCausalLM"),
-        (None, "AutoModelForCausalLM"),
+    for kind, names, loader in (
+        ("qwen3_moe", ["Qwen3MoeForCausalLM"], "AutoModelForCausalLM"),
+        ("qwen3_vl_moe", ["Qwen3VLMoeForConditionalGeneration"], "Qwen3VLMoeForConditionalGeneration"),
+        ("mistral4", ["Mistral4ForCausalLM"], "Mistral4ForCausalLM"),  # no model of AutoModelForCausalLM
+        ("phimoe", ["PhiMoEForCausalLM"], "AutoModelForCausalLM"),  # as published
+        ("kimi_k25", ["KimiK25ForConditionalGeneration"], "Kimi_K25ForConditionalGeneration"),
+        ("sarvam_moe", ["SarvamMoEForCausalLM"], "AutoModelForCausalLM"),  # transformers has Glm4MoeForCausalLM for it
+        ("qwen3_moe", ["OfTheirOwnCode"], "AutoModelForCausalLM"),
+        ("qwen3_moe", None, "AutoModelForCausalLM"),
     ):
-        (tmp_path / "config.json").write_text(json.dumps({"architectures": names}))
-        assert _loader(tmp_path) == loader
+        if hasattr(transformers, loader) and kind in CONFIG_MAPPING:
+            (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": names}))
+            assert f'model = {loader}.from_pretrained("x"' in _use(tmp_path, "x"), (kind, names)
 
 
 @pytest.mark.parametrize("model", ["chat", "old chat", "mistral", "base", "own code", "classifier"])
@@ -537,6 +543,26 @@ def test_calibrate_keeps_the_rest(tmp_path, folder, capsys):
     now = json.loads((tmp_path / "static" / "config.json").read_text())
     assert now.pop("quantization_config")["quant_algo"] == "NVFP4" and config.pop("quantization_config")
     assert now == config
+
+
+def test_calibrate_keeps_what_is_in_float32(tmp_path, folder):
+    """Routers and biases are published in float32 in bf16 models, and vLLM reads them so; they became bf16."""
+    source, text = shutil.copytree(folder, tmp_path / "source"), tmp_path / "text.txt"
+    found, generator = tensors(source), torch.Generator().manual_seed(0)
+    for name in found:
+        if name.endswith(("mlp.gate.weight", "q_norm.weight")):
+            found[name] = torch.randn(found[name].shape, generator=generator)
+    save_file(found, source / "model.safetensors", metadata={"format": "pt"})
+    text.write_text("abcdefgh ijkl mnop " * 20)
+    options = ("--text", text, "--window", 32, "--device", "cpu")
+    run("quantize", source, tmp_path / "4bit")
+    run("calibrate", source, tmp_path / "static", *options)
+    run("calibrate", tmp_path / "4bit", tmp_path / "again", *options)
+    want = tensors(tmp_path / "4bit")
+    assert sum(t.dtype == torch.float32 and t.dim() > 0 for t in want.values()) == 4
+    for made in ("static", "again"):
+        same = tensors(tmp_path / made)
+        assert [n for n, t in want.items() if (t.dtype, as_bytes(t)) != (same[n].dtype, as_bytes(same[n]))] == []
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors", None])

@@ -4,11 +4,12 @@ import re
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from moe_nvfp4 import cli
 from moe_nvfp4.quantize.convert import convert_checkpoint
-from moe_nvfp4.quantize.model import ModelTensors
+from moe_nvfp4.quantize.model import ModelTensors, class_of
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import config_of
@@ -231,6 +232,32 @@ def test_models_that_are_not_known_say_so(good, tmp_path):
     change_config(path, model_type="something_new")
     (warning,) = verify_checkpoint(path).warnings
     assert "cannot read config.json" in warning and "\n" not in warning
+
+
+PUBLISHED = [  # architectures and model_type in published files, and the class that transformers has
+    ("PhiMoEForCausalLM", "phimoe", "PhimoeForCausalLM"),
+    ("ExaoneMoEForCausalLM", "exaone_moe", "ExaoneMoeForCausalLM"),
+    ("KimiK25ForConditionalGeneration", "kimi_k25", "Kimi_K25ForConditionalGeneration"),
+    ("SarvamMoEForCausalLM", "sarvam_moe", "Glm4MoeForCausalLM"),
+    ("SarvamMLAForCausalLM", "sarvam_mla", "DeepseekV3ForCausalLM"),
+]
+
+
+@pytest.mark.parametrize("name, kind, wanted", PUBLISHED, ids=[kind for _, kind, _ in PUBLISHED])
+@pytest.mark.filterwarnings("error")
+def test_classes_that_files_name_otherwise(name, kind, wanted):
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    config = transformers.AutoConfig.for_model(kind, architectures=[name])
+    assert class_of(config).__name__ == wanted
+    config.architectures = ["OfTheirOwnCode"]
+    assert class_of(config) is None
+
+
+def test_a_class_of_another_name_is_told():
+    config = transformers.AutoConfig.for_model("qwen3_moe", architectures=["MineForCausalLM"])
+    with pytest.warns(UserWarning, match="has no MineForCausalLM, .* taken for a Qwen3MoeForCausalLM, its class for"):
+        assert class_of(config) is transformers.Qwen3MoeForCausalLM
 
 
 @pytest.mark.parametrize("source", ["unembed.weight", "unembed.weight$"])
