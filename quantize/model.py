@@ -158,7 +158,7 @@ class ModelTensors:
         reads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         self._embeddings = {name for name, t in self.state.items() if id(t) in speaks | reads}  # their rows are tokens
         heads = set() if as_saved else self._heads(body, speaks)
-        as_files_say = not whole.config.architectures or class_of(whole.config) is type(model)
+        as_files_say = self.name in (whole.config.architectures or [self.name]) or class_of(whole.config) is type(model)
         self._resized, self._new = heads, set() if as_files_say else heads
 
     @classmethod

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         config = model.hf_quantizer.quantization_config
         if config.activations == "bf16":
             set_activations(model, "nvfp4")
-        _restore_float32(model, files)
+        _restore_dtypes(model, files)
         model.save_pretrained(place.files)
         _keep_config(files.config, place.files / "config.json")
         copy_files(others, source, place.files)
@@ -88,22 +88,26 @@ def run(args: argparse.Namespace) -> None:
         note(f"note: {line}")
 
 
-def _restore_float32(model: Any, files: Checkpoint) -> None:
-    """Let `model` be saved with the values of what its files have in float32 (routers, biases) and it in bf16."""
+def _restore_dtypes(model: Any, files: Checkpoint) -> None:
+    """Let `model` be saved with the dense tensors of its files where it has them in another dtype: routers and biases
+    that are float32 in bf16 models, and those that transformers makes float32."""
     import torch
 
     from moe_nvfp4.integrations.huggingface.converters import model_conversions
+    from moe_nvfp4.quantize.files import TORCH_DTYPES
     from moe_nvfp4.quantize.model import ModelTensors
+    from moe_nvfp4.quantize.names import DENSE
 
     names, state = ModelTensors(model, model_conversions(model, loading=True)), model.state_dict(keep_vars=True)
     for name, stored in files.tensors.items():
         target, pattern = names.place(name)
         here = state.get(target)
-        if here is None or pattern is not None or stored.dtype != "F32" or here.dtype == torch.float32:
+        if here is None or pattern is not None or stored.dtype not in DENSE or not here.is_floating_point():
             continue
-        value = stored.tensor().to(here.device)
-        if torch.equal(value.to(here.dtype), here.detach()):
-            here.data = value
+        if TORCH_DTYPES[stored.dtype] != here.dtype:
+            value = stored.tensor().to(here.device)
+            if torch.equal(value.to(here.dtype), here.detach()):
+                here.data = value
 
 
 def _keep_config(source: dict[str, Any], file: Path) -> None:
