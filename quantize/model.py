@@ -27,9 +27,10 @@ TIED = (
 )
 # the end of a class's name -> transformers' classes of this kind, by config
 AUTO = {
-    "ForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "ForConditionalGeneration": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "ForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
 }
+OTHER_KIND = re.compile(r"For[A-Z]\w*|Model")  # another head, or a body
 EXPERT_WEIGHTS = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?|mlp\.(w1|v1|w2)")
 
 
@@ -57,24 +58,25 @@ def class_of(config: Any) -> Any:
     """The class of transformers that `config` describes; None where it has none.
 
     Files may name a class of their repository's own code (PhiMoEForCausalLM, KimiK25ForConditionalGeneration). Then it
-    is the class of this kind that transformers has for the model_type, as its Auto classes choose.
+    is the class that generates which transformers has for the model_type, as its Auto classes choose: of the kind that
+    the name says, or, where transformers has none, of the other (UnlimitedOCRForCausalLM).
     """
     import transformers
     from transformers.models.auto import modeling_auto
 
-    names = config.architectures if isinstance(config.architectures, list) else []
-    for name in map(str, names):
+    names = [str(name) for name in config.architectures] if isinstance(config.architectures, list) else []
+    for name in names:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
-    for name in map(str, names):
-        for ending, mapping in AUTO.items():
-            found = getattr(modeling_auto, mapping).get(type(config), None) if name.endswith(ending) else None
+    for name in names:
+        kind = next((ending for ending in AUTO if name.endswith(ending)), "")
+        if not kind and OTHER_KIND.search(name):
+            continue
+        for ending in sorted(AUTO, key=lambda ending: ending != kind):
+            found = getattr(modeling_auto, AUTO[ending]).get(type(config), None)
             if found is not None:
-                if _alike(name, ending) not in (
-                    _alike(found.__name__, ending),
-                    _alike(type(config).__name__, "Config"),
-                ):
+                if _alike(name) not in (_alike(found.__name__), _alike(type(config).__name__)):
                     warnings.warn(
                         f"transformers {transformers.__version__} has no {name}, which config.json names: the model is "
                         f"taken for a {found.__name__}, its class for {config.model_type}",
@@ -84,8 +86,8 @@ def class_of(config: Any) -> Any:
     return None
 
 
-def _alike(name: str, ending: str) -> str:
-    return name.removesuffix(ending).replace("_", "").lower()
+def _alike(name: str) -> str:
+    return re.sub(rf"({'|'.join(AUTO)}|Config)$", "", name).replace("_", "").lower()
 
 
 @contextmanager
@@ -104,6 +106,15 @@ def own_code(source: str | os.PathLike) -> Iterator[None]:
 
 def _is_own_code(error: Exception) -> bool:
     return "trust_remote_code" in str(error)
+
+
+def to_ask(conversion: Any) -> Any:
+    """A copy of a conversion of transformers that takes names in any order, one by one. The original marks itself as
+    used; and one of two renamings, norm0 -> norm1 -> norm2 (Kimi-K2.5), waits for the first, since names are sorted."""
+    found = copy.copy(conversion)
+    if hasattr(found, "_active"):
+        found._active = True
+    return found
 
 
 # What files hold for the experts of one module: projection (or its bias) -> expert -> what
@@ -140,9 +151,8 @@ class ModelTensors:
         self._prefix: str = whole.base_model_prefix
         body = getattr(whole, self._prefix, whole)
         self._is_body = body is whole  # as AutoModel has it
-        # Asking a conversion for a name marks it as used, so copies are asked.
         known = get_model_conversion_mapping(whole, add_legacy=True) if conversions is None else conversions
-        conversions = [copy.copy(c) for c in known]
+        conversions = [to_ask(c) for c in known]
         self._converters = [c for c in conversions if isinstance(c, WeightConverter)]
         self._renamings = [c for c in conversions if not isinstance(c, WeightConverter)]
         self.tied = dict(getattr(model, "all_tied_weights_keys", None) or {})

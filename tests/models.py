@@ -138,6 +138,18 @@ def step3p7():
     return Step3p7ForConditionalGeneration(Step3p7Config(text_config=text, vision_config=vision))
 
 
+def minimax_m3():
+    """Shared experts, and a dense layer, whose gate and up transformers joins."""
+    from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig
+
+    text = dict(
+        **SMALL, num_local_experts=4, num_experts_per_tok=2, intermediate_size=48, dense_intermediate_size=64,
+        shared_intermediate_size=48, mlp_layer_types=["dense", "sparse"], layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    vision = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    return MiniMaxM3SparseForConditionalGeneration(MiniMaxM3VLConfig(text_config=text, vision_config=vision))
+
+
 FAMILIES = [qwen3_moe, mixtral, gpt_oss, granite, gemma4, nemotron_h, dbrx, llama4]
 IDS = torch.tensor([[3, 17, 40, 5, 9, 11, 2, 8]])
 

@@ -7,7 +7,6 @@ each converter of the family that makes a parameter of experts, and quantizes on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from moe_nvfp4.quantize.dialects import MODELOPT, Dialect
 from moe_nvfp4.quantize.importance import Importance
 from moe_nvfp4.quantize.layouts import ExpertLayout, dbrx
 from moe_nvfp4.quantize.linears import EXCLUDED, Chosen, choose, linears_of_model
+from moe_nvfp4.quantize.model import to_ask
 from moe_nvfp4.quantize.names import PER_EXPERT, names_experts
 from moe_nvfp4.quantize.recipes import quantize_expert
 
@@ -401,7 +401,7 @@ def published_names(model: Any) -> list[Published]:
 def names_in_files(model: nn.Module, modules: Iterable[str]) -> dict[str, str]:
     """The names in files of `modules`, by their names in `model`."""
     conversions = model_conversions(model) if hasattr(model, "config") else []
-    back = [c.reverse_transform() for c in conversions[::-1] if not isinstance(c, WeightConverter)]
+    back = [to_ask(c.reverse_transform()) for c in conversions[::-1] if not isinstance(c, WeightConverter)]
 
     return {module: _renamed(f"{module}.weight", back).removesuffix(".weight") for module in modules}
 
@@ -416,8 +416,8 @@ def names_for_saving(model: Any, names: Iterable[str]) -> dict[str, str | None]:
     """Names of tensors in files -> the names in a state dict from which save_pretrained of `model`, which renames all,
     makes these; None: from no name."""
     conversions = getattr(model, "_weight_conversions", None) or []
-    forth = [copy(c) for c in conversions if isinstance(c, WeightRenaming)]  # what is asked counts as used
-    back = [c.reverse_transform() for c in conversions[::-1]]
+    forth = [to_ask(c) for c in conversions if isinstance(c, WeightRenaming)]
+    back = [to_ask(c.reverse_transform()) for c in conversions[::-1]]
     merges, renamings = ([c for c in back if isinstance(c, kind)] for kind in (WeightConverter, WeightRenaming))
 
     def saved_as(key: str) -> str | None:
@@ -465,7 +465,7 @@ def with_names_in_files(model: nn.Module, modules: Iterable[str]) -> set[str]:
     names = names_in_files(model, modules)
     conversions = model_conversions(model) if hasattr(model, "config") else []
     found = {f"{module}.weight" for module in names}
-    for back in (c.reverse_transform() for c in conversions[::-1]):
+    for back in (to_ask(c.reverse_transform()) for c in conversions[::-1]):
         found = {new for name in found for new in _converted(name, back)}
     return {*names, *names.values(), *(name.removesuffix(".weight") for name in found)}
 

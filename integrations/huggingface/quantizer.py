@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from moe_nvfp4.integrations.huggingface.calibration import importance_for_load
-from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_for_dense, resolve
+from moe_nvfp4.integrations.huggingface.config import MoeNvfp4Config, check_for_dense, loading_fields, resolve
 from moe_nvfp4.integrations.huggingface.consistent import leave_bad_scales, name_dense, say_scales, unname_dense
 from moe_nvfp4.integrations.huggingface.converters import (
     Conversions,
@@ -116,6 +116,8 @@ class MoeNvfp4Quantizer(HfQuantizer):
     quantization_config: MoeNvfp4Config
 
     def __init__(self, quantization_config: MoeNvfp4Config, **kwargs: Any):
+        new = isinstance(quantization_config, MoeNvfp4Config) and not quantization_config.settled
+        self._new = quantization_config.chosen if new else {}  # what a user gave where no config.json says NVFP4
         quantization_config, converts = resolve(quantization_config)
         super().__init__(quantization_config, **kwargs)
         # Whether the files are of another format, and become 4-bit while they load. Then transformers, which takes
@@ -189,7 +191,10 @@ class MoeNvfp4Quantizer(HfQuantizer):
             source, tensors = coming.checkpoint, coming.checkpoint.tensors
             config.ignore = ignore_list(source)
         else:
-            self.pre_quantized = self.pre_quantized or is_nvfp4(tensors)  # whatever config.json says
+            packed = is_nvfp4(tensors)  # whatever config.json says
+            if packed:
+                loading_fields(self._new)
+            self.pre_quantized = self.pre_quantized or packed
         if not self.pre_quantized:
             check_for_dense(config)
         self.four_bit = self.pre_quantized or self.converts
@@ -236,8 +241,9 @@ class MoeNvfp4Quantizer(HfQuantizer):
         elif not experts:
             raise ValueError(f"{type(model).__name__}: the files hold no NVFP4 weights that this model has, although "
                              "their config says so: if they are dense (a model that from_config made of a 4-bit "
-                             "folder's config was saved), remove its quantization_config, and hf_quant_config.json, "
-                             "else download them again")  # fmt: skip
+                             "folder's config was saved), remove its quantization_config, and hf_quant_config.json "
+                             "(give a MoeNvfp4Config to from_pretrained, and not to a config); else download them "
+                             "again")  # fmt: skip
         layouts = {found.experts.get(name, ExpertLayout.ONE_BY_ONE) for name in experts}
         if len(layouts) > 1:
             ways = ", ".join(sorted(layout.value for layout in layouts))

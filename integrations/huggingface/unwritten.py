@@ -8,6 +8,7 @@ model is what moe-nvfp4 quantize and from_pretrained give, bit for bit.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from copy import deepcopy
 from pathlib import Path
@@ -25,6 +26,7 @@ from moe_nvfp4.integrations.huggingface.linears import Nothing, copy_of
 from moe_nvfp4.quantize.dialects import read_config
 from moe_nvfp4.quantize.files import Checkpoint, open_checkpoint
 from moe_nvfp4.quantize.layouts import CastSums
+from moe_nvfp4.quantize.model import to_ask
 from moe_nvfp4.quantize.names import by_number
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import recipe_named
@@ -105,17 +107,18 @@ class UnwrittenConverter(WeightConverter):
         super().__init__([PATTERN], ["down_proj"], [Nothing()], force_cpu=True)  # then each result goes to its device
         self.made, self.state, self.dtypes = made, model.state_dict(), dtypes
         self.prefix: str = model.base_model_prefix
-        self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        self.renamings = [to_ask(c) for c in conversions if isinstance(c, WeightRenaming)]
         self.converters = [c for c in conversions if isinstance(c, WeightConverter)]
         self.known = {pattern: c for c in self.converters for pattern in c.source_patterns}
-        self.units: dict[str, Unit] = {}  # by the parameter under which transformers collects their sources
+        # By the parameter under which transformers collects their sources; it joins linears of some (MiniMax-M3)
+        self.units: dict[str, list[Unit]] = defaultdict(list)
         self.places: dict[str, str] = {}  # the source's name, after the model's renamings -> that parameter
         for unit in made.units:
             targets = (self._place(name)[0] for name in unit.names)
             target = next((target for target in targets if target in self.state), None)
             if target is None:
                 continue  # of a layer that the model does not have
-            self.units[target] = unit
+            self.units[target].append(unit)
             renamed = (rename_source_key(source, self.renamings, [])[0] for source in unit.sources)
             self.places |= dict.fromkeys(renamed, target)
 
@@ -137,7 +140,9 @@ class UnwrittenConverter(WeightConverter):
         self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
     ) -> dict[str, Tensor]:
         self.collected_tensors.clear()  # the jobs read the files themselves
-        made = self.units[layer_name].make(self.made.device)
+        made: dict[str, Tensor] = {}
+        for unit in self.units[layer_name]:
+            made |= unit.make(self.made.device)
         found: dict[str, Tensor] = {}
         merging: dict[str, Any] = {}  # converters: they take tensors, too, where transformers declares futures
         for name in sorted(made, key=by_number):

@@ -22,7 +22,7 @@ from moe_nvfp4.cli.options import (
 from moe_nvfp4.cli.output import note
 
 if TYPE_CHECKING:
-    from moe_nvfp4.quantize.files import Checkpoint
+    from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
 
 
 def add(commands: Commands) -> None:
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> None:
         config = model.hf_quantizer.quantization_config
         if config.activations == "bf16":
             set_activations(model, "nvfp4")
-        _restore_dtypes(model, files)
         model.save_pretrained(place.files)
+        _keep_dtypes(files, place.files)
         _keep_config(files.config, place.files / "config.json")
         copy_files(others, source, place.files)
         what = "experts and linears" if any(isinstance(m, NVFP4Linear) for m in model.modules()) else "experts"
@@ -88,26 +88,36 @@ def run(args: argparse.Namespace) -> None:
         note(f"note: {line}")
 
 
-def _restore_dtypes(model: Any, files: Checkpoint) -> None:
-    """Let `model` be saved with the dense tensors of its files where it has them in another dtype: routers and biases
-    that are float32 in bf16 models, and those that transformers makes float32."""
+def _keep_dtypes(source: Checkpoint, written: Path) -> None:
+    """Give the dense tensors of the folder `written` the bytes of `source` where it has them in another dtype: routers
+    and biases that are float32 in bf16 models, and those that transformers makes float32."""
     import torch
 
-    from moe_nvfp4.integrations.huggingface.converters import model_conversions
-    from moe_nvfp4.quantize.files import TORCH_DTYPES
-    from moe_nvfp4.quantize.model import ModelTensors
+    from moe_nvfp4.quantize.files import INDEX, ShardWriter, read_json, read_tensors, write_text
     from moe_nvfp4.quantize.names import DENSE
 
-    names, state = ModelTensors(model, model_conversions(model, loading=True)), model.state_dict(keep_vars=True)
-    for name, stored in files.tensors.items():
-        target, pattern = names.place(name)
-        here = state.get(target)
-        if here is None or pattern is not None or stored.dtype not in DENSE or not here.is_floating_point():
-            continue
-        if TORCH_DTYPES[stored.dtype] != here.dtype:
-            value = stored.tensor().to(here.device)
-            if torch.equal(value.to(here.dtype), here.detach()):
-                here.data = value
+    def kept(name: str, new: TensorSlice) -> TensorSlice:
+        """The source's tensor where only its dtype differs from the `new` one, else this."""
+        old = source.tensors.get(name)
+        if old is None or old.dtype == new.dtype or not {old.dtype, new.dtype} <= {*DENSE} or old.shape != new.shape:
+            return new
+        value = new.tensor()
+        return old if torch.equal(old.tensor().to(value.dtype), value) else new
+
+    size = 0
+    for shard in sorted(written.glob("*.safetensors")):
+        new = read_tensors([shard])
+        tensors = {name: kept(name, tensor) for name, tensor in new.items()}
+        size += sum(tensor.size for tensor in tensors.values())
+        if tensors != new:
+            writer = ShardWriter(shard.with_suffix(".new"), {n: (t.dtype, t.shape) for n, t in tensors.items()})
+            for name, tensor in tensors.items():
+                writer.write(name, tensor.read())
+            os.replace(writer.path, shard)
+    if (written / INDEX).exists():
+        index = read_json(written / INDEX)
+        index["metadata"]["total_size"] = size
+        write_text(written / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _keep_config(source: dict[str, Any], file: Path) -> None:

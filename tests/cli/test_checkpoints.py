@@ -24,7 +24,7 @@ from moe_nvfp4.quantize.card import _use
 from tests.cli.commands import Terminal, mistake, run
 from tests.common import ROOT
 from tests.folders import change_config, fp8
-from tests.models import as_bytes, deepseek, diffusion_gemma, make, qwen3_moe, tensors
+from tests.models import as_bytes, deepseek, diffusion_gemma, make, minimax_m3, qwen3_moe, tensors
 
 
 def test_info_says_what_quantize_refuses(tmp_path, capsys):
@@ -292,7 +292,7 @@ def test_the_card_names_the_class_that_loads_the_model(tmp_path):
         ("phimoe", ["PhiMoEForCausalLM"], "AutoModelForCausalLM"),  # as published
         ("kimi_k25", ["KimiK25ForConditionalGeneration"], "Kimi_K25ForConditionalGeneration"),
         ("sarvam_moe", ["SarvamMoEForCausalLM"], "AutoModelForCausalLM"),  # transformers has Glm4MoeForCausalLM for it
-        ("qwen3_moe", ["OfTheirOwnCode"], "AutoModelForCausalLM"),
+        ("qwen3_moe", ["OfTheirOwnModel"], "AutoModelForCausalLM"),
         ("qwen3_moe", None, "AutoModelForCausalLM"),
     ):
         if hasattr(transformers, loader) and kind in CONFIG_MAPPING:
@@ -568,6 +568,21 @@ def test_calibrate_keeps_dtypes(family, dtype, tmp_path, folder):
     for made in ("static", "again"):
         same = tensors(tmp_path / made)
         assert [n for n, t in want.items() if (t.dtype, as_bytes(t)) != (same[n].dtype, as_bytes(same[n]))] == []
+
+
+@pytest.mark.parametrize("family, exclude", [(qwen3_moe, ["--exclude", "*.0.mlp.experts"]), (minimax_m3, [])])
+def test_calibrate_keeps_dtypes_of_what_is_rearranged(family, exclude, tmp_path, folder):
+    """Experts that stay dense are stacks in the model, and MiniMax-M3's gate and up one matrix."""
+    source, text = shutil.copytree(folder, tmp_path / "source"), tmp_path / "text.txt"
+    make(family).save_pretrained(source)
+    wide = {n: t.float() + 1e-4 if t.dtype == torch.bfloat16 else t for n, t in tensors(source).items()}
+    save_file(wide, source / "model.safetensors", metadata={"format": "pt"})
+    text.write_text("abcdefgh ijkl mnop " * 20)
+    run("calibrate", source, tmp_path / "static", "--text", text, "--window", 32, "--device", "cpu", *exclude)
+    new = tensors(tmp_path / "static")
+    kept = [name for name in wide if f"{name}_scale" not in new]
+    assert any("experts" in name for name in kept)
+    assert [name for name in kept if as_bytes(new[name]) != as_bytes(wide[name])] == []
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors", None])

@@ -605,6 +605,37 @@ def kimi_k25():
     return Kimi_K25ForConditionalGeneration(Kimi_K25Config(text_config=text, vision_config=vision, **tokens))
 
 
+@pytest.mark.parametrize("one", ["fc0", "fc1"])
+def test_names_that_shift(one, tmp_path):
+    """Kimi-K2.5's fc0 and fc1 are fc1 and fc2 in transformers, whatever the order of the files' tensors is: it sorts
+    them, and safetensors files have float32 before bf16."""
+    if not hasattr(transformers, "Kimi_K25Config"):
+        pytest.skip("this transformers has no Kimi_K25Config")
+    source = folder(tmp_path, kimi_k25)
+    as_published(source)
+    files = tensors(source)
+    wide = {name: t.float() if re.search(r"norm1|fc1", name) else t for name, t in files.items()}
+    save_file(wide, source / "model.safetensors", metadata={"format": "pt"})
+    load = transformers.Kimi_K25ForConditionalGeneration.from_pretrained
+    linears = [f"vision_tower.encoder.blocks.0.mlp.{one}"]
+    convert_checkpoint(source, tmp_path / "4-bit", Options(linears=linears), progress=False)
+    load(source, dtype=torch.bfloat16, quantization_config=MoeNvfp4Config(linears=linears)).save_pretrained(
+        tmp_path / "loading"
+    )
+    swap_experts(load(source, dtype=torch.bfloat16), linears=linears, progress=False).save_pretrained(
+        tmp_path / "swapped"
+    )
+    other = f"vision_tower.encoder.blocks.*.mlp.{'fc1' if one == 'fc0' else 'fc0'}"
+    for made in ("4-bit", "loading", "swapped"):
+        packed = [n.removesuffix(".weight_scale") for n in tensors(tmp_path / made) if n.endswith("weight_scale")]
+        assert [name for name in packed if "experts" not in name] == linears
+        ignored = config_of(tmp_path / made)["quantization_config"]["ignore"]
+        assert [name for name in ignored if name.startswith("vision_tower") and ".fc" in name] == [other]
+        same_model = load(tmp_path / made, dtype=torch.bfloat16).dequantize().state_dict()
+        for key, tensor in load(source, dtype=torch.bfloat16).state_dict().items():
+            assert relative_error(same_model[key].double(), tensor.double()) < 0.15, key
+
+
 @pytest.mark.parametrize("family", [kimi_linear, kimi_k25, deepseek_v4], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_published_names_stay(family, dialect, tmp_path):

@@ -24,11 +24,11 @@ def write(path, files):
     save_file({name: t.contiguous() for name, t in files.items()}, path / "model.safetensors", {"format": "pt"})
 
 
-def fp8_folder(tmp_path):
-    """DeepSeek-V3 in blocks of FP8, experts and linears, and its twin in bf16."""
-    source, twin = folder(tmp_path, deepseek, "source"), folder(tmp_path, deepseek, "twin")
+def fp8_folder(tmp_path, family=deepseek):
+    """A model in blocks of FP8, experts and linears, and its twin in bf16."""
+    source, twin = folder(tmp_path, family, "source"), folder(tmp_path, family, "twin")
     files, dense = tensors(source), tensors(twin)
-    for name in [n for n in files if n.endswith("proj.weight")]:
+    for name in [n for n in files if n.endswith(("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))]:
         codes, scale, worth = fp8("block", files[name].float())
         files |= {name: codes, f"{name}_scale_inv": scale}
         dense[name] = worth.bfloat16()

@@ -1137,6 +1137,23 @@ def test_a_config_for_a_folder_that_is_4_bit_already_counts_or_is_refused(family
             checkpoint_config(tmp_path / "nvfp4", **field)
 
 
+@pytest.mark.parametrize("where", ["on the config", "no config says NVFP4"])
+@pytest.mark.parametrize(
+    "field", [dict(recipe="max"), dict(exclude="*"), dict(linears="attention"), dict(dialect="compressed-tensors")]
+)
+def test_a_choice_for_dense_weights_is_refused_for_4_bit_files(field, where, tmp_path):
+    """They were not read, and config.json of what was saved said what the user had asked for."""
+    swap_experts(make(qwen3_moe), progress=False).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"^{next(iter(field))}.* would have no effect: the files are 4-bit already"):
+        if where == "on the config":
+            config.quantization_config = MoeNvfp4Config(**field)
+            load(tmp_path, config=config)
+        else:
+            change_config(tmp_path, quantization_config=None)
+            load(tmp_path, quantization_config=MoeNvfp4Config(**field))
+
+
 @pytest.mark.parametrize("linears", ["dense", "packed"])
 def test_a_choice_for_4_bit_files_is_refused_for_dense_weights(linears, tmp_path):
     source = folder(tmp_path, qwen3_moe)

@@ -10,7 +10,13 @@ from functools import cache, partial
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import DeepseekV3ForCausalLM, FineGrainedFP8Config, Mxfp4Config, core_model_loading
+from transformers import (
+    DeepseekV3ForCausalLM,
+    FineGrainedFP8Config,
+    MiniMaxM3SparseForConditionalGeneration,
+    Mxfp4Config,
+    core_model_loading,
+)
 from transformers.quantizers import auto
 
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, register, swap_experts
@@ -27,7 +33,19 @@ from tests.checkpoints import config_of, converted
 from tests.common import THRESHOLDS, relative_error
 from tests.folders import change_config, is_expert, quantized
 from tests.integrations.test_quantized_sources import IDS, fp8_folder, mxfp4_folder
-from tests.models import as_bytes, folder, gpt_oss, load, logits, make, mixtral, qwen3_moe, same_tensors, tensors
+from tests.models import (
+    as_bytes,
+    folder,
+    gpt_oss,
+    load,
+    logits,
+    make,
+    minimax_m3,
+    mixtral,
+    qwen3_moe,
+    same_tensors,
+    tensors,
+)
 from tests.quantize.test_mxfp4 import CONFIGS, random, stored
 from tests.quantize.test_mxfp4 import source as small
 
@@ -201,6 +219,17 @@ def test_fp8_of_prediction_layers_is_saved_dense(tmp_path, monkeypatch):
     for name in extra:
         assert torch.equal(saved[name], wanted[name]), name
         assert torch.equal(saved[name], values[name.replace("layers.2.", "layers.1.")]), name
+
+
+def test_linears_that_transformers_joins(tmp_path):
+    """MiniMax-M3's gate and up are two tensors of FP8 files, and one parameter."""
+    source, _ = fp8_folder(tmp_path, minimax_m3)
+    read = MiniMaxM3SparseForConditionalGeneration.from_pretrained
+    model = read(source, dtype=torch.bfloat16, quantization_config=MoeNvfp4Config())
+    two_steps = read(converted(source, tmp_path / "quantized"), dtype=torch.bfloat16).state_dict()
+    joined = [name for name in two_steps if name.endswith("gate_up_proj.weight")]
+    assert len(joined) == 2 and model.state_dict().keys() == two_steps.keys()
+    assert [n for n, t in model.state_dict().items() if as_bytes(t) != as_bytes(two_steps[n])] == []
 
 
 def test_a_recipe_that_measures_activations(folders, tmp_path):

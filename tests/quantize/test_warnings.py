@@ -15,7 +15,7 @@ from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import config_of
 from tests.folders import CONFIGS, NUMBERS, is_linear, quantized, qwen2_moe, stored, write
-from tests.models import SMALL, folder, qwen3_moe, tensors
+from tests.models import folder, minimax_m3, qwen3_moe, tensors
 from tests.quantize.test_convert import inkling, inkling2
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -106,17 +106,6 @@ def test_linears_that_servers_fuse_of_which_some_are_dense(dialect, tmp_path):
 
 def test_linears_that_transformers_joins(tmp_path):
     """MiniMax M3's gate and up are one linear there, so that both had the same name in the model."""
-    import transformers
-
-    def minimax_m3():
-        text = dict(
-            **SMALL, num_local_experts=4, num_experts_per_tok=2, intermediate_size=48, dense_intermediate_size=64,
-            shared_intermediate_size=48, mlp_layer_types=["dense", "sparse"], layer_types=["full_attention"] * 2,
-        )  # fmt: skip
-        vision = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-        config = transformers.MiniMaxM3VLConfig(text_config=text, vision_config=vision)
-        return transformers.MiniMaxM3SparseForConditionalGeneration(config)
-
     source = folder(tmp_path, minimax_m3)
     files = {}
     for key, tensor in tensors(source).items():
