@@ -27,10 +27,9 @@ TIED = (
 )
 # the end of a class's name -> transformers' classes of this kind, by config
 AUTO = {
-    "ForConditionalGeneration": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
     "ForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "ForConditionalGeneration": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
 }
-OTHER_KIND = re.compile(r"For[A-Z]\w*|Model")  # another head, or a body
 EXPERT_WEIGHTS = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?|mlp\.(w1|v1|w2)")
 
 
@@ -58,8 +57,8 @@ def class_of(config: Any) -> Any:
     """The class of transformers that `config` describes; None where it has none.
 
     Files may name a class of their repository's own code (PhiMoEForCausalLM, KimiK25ForConditionalGeneration). Then it
-    is the class that generates which transformers has for the model_type, as its Auto classes choose: of the kind that
-    the name says, or, where transformers has none, of the other (UnlimitedOCRForCausalLM).
+    is the class that transformers has for the model_type, as its Auto classes choose: of the kind that the name says,
+    or, where transformers has none, of the other (UnlimitedOCRForCausalLM).
     """
     import transformers
     from transformers.models.auto import modeling_auto
@@ -70,10 +69,9 @@ def class_of(config: Any) -> Any:
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
     for name in names:
-        kind = next((ending for ending in AUTO if name.endswith(ending)), "")
-        if not kind and OTHER_KIND.search(name):
+        if not name.endswith(tuple(AUTO)):
             continue
-        for ending in sorted(AUTO, key=lambda ending: ending != kind):
+        for ending in sorted(AUTO, key=lambda ending: not name.endswith(ending)):
             found = getattr(modeling_auto, AUTO[ending]).get(type(config), None)
             if found is not None:
                 if _alike(name) not in (_alike(found.__name__), _alike(type(config).__name__)):

@@ -117,7 +117,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
 
     def __init__(self, quantization_config: MoeNvfp4Config, **kwargs: Any):
         new = isinstance(quantization_config, MoeNvfp4Config) and not quantization_config.settled
-        self._new = quantization_config.chosen if new else {}  # what a user gave where no config.json says NVFP4
+        self._for_dense = quantization_config.chosen if new else {}  # what a user gave where no config.json says NVFP4
         quantization_config, converts = resolve(quantization_config)
         super().__init__(quantization_config, **kwargs)
         # Whether the files are of another format, and become 4-bit while they load. Then transformers, which takes
@@ -193,7 +193,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         else:
             packed = is_nvfp4(tensors)  # whatever config.json says
             if packed:
-                loading_fields(self._new)
+                loading_fields(self._for_dense)
             self.pre_quantized = self.pre_quantized or packed
         if not self.pre_quantized:
             check_for_dense(config)

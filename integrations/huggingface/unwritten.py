@@ -26,7 +26,6 @@ from moe_nvfp4.integrations.huggingface.linears import Nothing, copy_of
 from moe_nvfp4.quantize.dialects import read_config
 from moe_nvfp4.quantize.files import Checkpoint, open_checkpoint
 from moe_nvfp4.quantize.layouts import CastSums
-from moe_nvfp4.quantize.model import to_ask
 from moe_nvfp4.quantize.names import by_number
 from moe_nvfp4.quantize.options import Options
 from moe_nvfp4.quantize.recipes import recipe_named
@@ -107,7 +106,7 @@ class UnwrittenConverter(WeightConverter):
         super().__init__([PATTERN], ["down_proj"], [Nothing()], force_cpu=True)  # then each result goes to its device
         self.made, self.state, self.dtypes = made, model.state_dict(), dtypes
         self.prefix: str = model.base_model_prefix
-        self.renamings = [to_ask(c) for c in conversions if isinstance(c, WeightRenaming)]
+        self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         self.converters = [c for c in conversions if isinstance(c, WeightConverter)]
         self.known = {pattern: c for c in self.converters for pattern in c.source_patterns}
         # By the parameter under which transformers collects their sources; it joins linears of some (MiniMax-M3)

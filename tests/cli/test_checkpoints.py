@@ -292,7 +292,7 @@ def test_the_card_names_the_class_that_loads_the_model(tmp_path):
         ("phimoe", ["PhiMoEForCausalLM"], "AutoModelForCausalLM"),  # as published
         ("kimi_k25", ["KimiK25ForConditionalGeneration"], "Kimi_K25ForConditionalGeneration"),
         ("sarvam_moe", ["SarvamMoEForCausalLM"], "AutoModelForCausalLM"),  # transformers has Glm4MoeForCausalLM for it
-        ("qwen3_moe", ["OfTheirOwnModel"], "AutoModelForCausalLM"),
+        ("qwen3_moe", ["OfTheirOwnCode"], "AutoModelForCausalLM"),
         ("qwen3_moe", None, "AutoModelForCausalLM"),
     ):
         if hasattr(transformers, loader) and kind in CONFIG_MAPPING:
