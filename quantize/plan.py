@@ -474,11 +474,17 @@ def _fp8_next_to_nvfp4(draft: _Draft, files: nvfp4.NVFP4Files) -> None:
 def config_of_new_files(source: Mapping, quantization_config: dict, dtype: str | None) -> dict:
     """The config.json of a checkpoint in a new format: the `source`'s, in its form. dtype: of the weights, for a source
     that does not say it."""
-    config = {**source, "quantization_config": quantization_config}
+    config = {**_unquantized(source), "quantization_config": quantization_config}
     config.pop(NAMED_WEIGHTS, None)  # new files have the usual names
     if not (config.get("dtype") or config.get("torch_dtype")) and dtype:
         config["dtype"] = dtype  # without it, transformers may take that of a scale
     return config
+
+
+def _unquantized(config: Mapping) -> dict:
+    """`config` without what it says of quantized files; its parts (text_config) may say it again."""
+    inside = lambda key, value: _unquantized(value) if isinstance(value, Mapping) and key.endswith("config") else value
+    return {key: inside(key, value) for key, value in config.items() if key != "quantization_config"}
 
 
 def _excluded(draft: _Draft) -> list[str]:

@@ -16,7 +16,7 @@ from moe_nvfp4.quantize.dialects import EMBEDDING, QuantizationInfo
 from moe_nvfp4.quantize.files import TORCH_DTYPES, Checkpoint, TensorSlice, open_checkpoint
 from moe_nvfp4.quantize.layouts import ErrorSums, nvfp4
 from moe_nvfp4.quantize.model import ModelTensors, UnknownModel, model_config
-from moe_nvfp4.quantize.names import DENSE, PRE_QUANT_SCALE, by_number, is_dense_linear, is_scale, up_of
+from moe_nvfp4.quantize.names import DENSE, PRE_QUANT_SCALE, by_number, is_dense_linear, is_scale, mtp_layer, up_of
 from moe_nvfp4.quantize.plan import scale_warnings
 from moe_nvfp4.quantize.settings import differences, settings
 from moe_nvfp4.quantize.source import nothing_there, nvfp4_files
@@ -63,7 +63,7 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
             raise ValueError(nvfp4.UNREAD.format(name))
         _check_dense(name, stored)
     try:
-        report.warnings += _surplus(ModelTensors.of(checkpoint), files)
+        report.warnings += _surplus(ModelTensors.of(checkpoint), files, checkpoint.layers)
     except UnknownModel as error:
         report.warnings.append(f"warning: not compared with the model's own list of tensors: {error}. Tensors that are "
                                "missing for the whole model or a whole layer were not noticed")  # fmt: skip
@@ -83,9 +83,12 @@ def verify_checkpoint(folder: str | os.PathLike, against: str | os.PathLike | No
     return report
 
 
-def _surplus(model: ModelTensors, files: nvfp4.NVFP4Files) -> Iterator[str]:
-    """Yield a warning if the files have tensors that `model` lacks. ValueError if they lack tensors that it needs."""
-    if surplus := model.check(files.given()):
+def _surplus(model: ModelTensors, files: nvfp4.NVFP4Files, layers: int | None) -> Iterator[str]:
+    """Yield a warning if the files have tensors that `model` lacks, but for layers of multi-token prediction after the
+    last of `layers`, which are named so or have an eh_proj. ValueError if they lack tensors that it needs."""
+    given = files.given()
+    predict = {mtp_layer(name, layers) for name in given if re.search(r"\.eh_proj\.|(^|\.)mtp(_\w+)?\.", name)}
+    if surplus := [name for name in model.check(given) if (mtp_layer(name, layers) or "") not in predict]:
         some = ", ".join(surplus[:3]) + (", ..." if len(surplus) > 3 else "")
         yield (f"warning: {len(surplus)} tensors are none of {model.name}'s, by config.json, and nothing reads them: "
                f"{some}")  # fmt: skip

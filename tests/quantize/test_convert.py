@@ -22,6 +22,7 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import COMPRESSED_TENSORS, DIALECTS, MODELOPT, read_config
 from moe_nvfp4.quantize.files import INDEX, ShardWriter, open_checkpoint, read_header
 from moe_nvfp4.quantize.layouts.stacked import STACKS
+from moe_nvfp4.quantize.plan import config_of_new_files
 from moe_nvfp4.quantize.recipes import RECIPES, quantize_matrix
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import ENVIRONMENT, config_of, converted, edit_config, experts, folder, same_files
@@ -194,6 +195,13 @@ def test_dtypes_are_cast_as_the_loader_casts(stored, named, tmp_path):
     others = [n for n in tensors(ours) if ".experts." not in n]  # copied, not cast
     same_tensors(theirs, ours, but=others)
     assert all(as_bytes(tensors(ours)[n]) == as_bytes(tensors(source)[n]) for n in others)
+
+
+def test_parts_of_a_config_do_not_say_the_old_format():
+    old, new = {"quant_method": "fp8"}, {"quant_method": "modelopt"}
+    source = {"quantization_config": old, "text_config": {"quantization_config": old, "num_experts": 2}}
+    config = config_of_new_files(source, new, "bfloat16")
+    assert config == {"text_config": {"num_experts": 2}, "dtype": "bfloat16", "quantization_config": new}
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -80,6 +80,15 @@ def test_tensors_that_the_model_has_not(good, tmp_path):
     assert f"1 tensors are none of Qwen3MoeForCausalLM's, by config.json, and nothing reads them: {new}" in warning
 
 
+@pytest.mark.parametrize("head", ["eh_proj", "norm"])
+def test_layers_after_the_last(head, good, tmp_path):
+    """One for multi-token prediction has an eh_proj, and servers draft with it; others are of another model."""
+    config, files = config_of(good / "nvfp4"), tensors(good / "nvfp4")
+    files |= {"model.layers.2.input_layernorm.weight": torch.ones(64), f"model.layers.2.{head}.weight": torch.ones(64)}
+    warnings = verify_checkpoint(write(tmp_path, files, config, config["quantization_config"])).warnings
+    assert [("2 tensors are none of" in line) for line in warnings] == ([] if head == "eh_proj" else [True])
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "dialect, scale", [("modelopt", "weight_scale_2"), ("compressed-tensors", "weight_global_scale")]
