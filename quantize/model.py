@@ -16,6 +16,7 @@ from moe_nvfp4.quantize.files import Checkpoint, expert_counts
 from moe_nvfp4.quantize.layouts.base import Given, one_too_many
 from moe_nvfp4.quantize.layouts.nvfp4 import UNREAD
 from moe_nvfp4.quantize.names import DENSE, KV_SCALE, PER_EXPERT, PLAIN_NAMES, aliases, is_scale
+from moe_nvfp4.quantize.source import model_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -186,8 +187,8 @@ class ModelTensors:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         try:
-            with torch.device("meta"):
-                return cls(kind._from_config(config), as_saved=True)
+            with torch.device("meta"):  # the config's dtype may be a string that is none (float8_e4m3fn)
+                return cls(kind._from_config(config, dtype=model_dtype(source)), as_saved=True)
         except Exception as error:
             raise UnknownModel(f"{here} cannot build {kind.__name__} ({error})") from None
 

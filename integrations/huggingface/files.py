@@ -282,12 +282,12 @@ def mtp_tensors(
     """Those of `tensors` that `model` ignores, named "mtp" or belonging to layers after the last. They lie in
     `files`; convert: or a conversion makes them of these.
 
-    Many classes ignore the layer of one release by its number, or none: has a layer after the last an eh_proj, `model`
-    ignores it from here on.
+    Many classes ignore the layer of one release by its number, or none: has a layer after the last, or one named "mtp",
+    an eh_proj, `model` ignores it from here on.
     """
     layers = layers_of(model)
     of = {name: layer for name in tensors if (layer := mtp_layer(name, layers))}
-    for layer in {layer for layer in of.values() if f"{layer}.eh_proj.weight" in tensors}:
+    for layer in {layer for name, layer in of.items() if name.endswith(".eh_proj.weight")}:
         leave_out(model, rf"^{re.escape(layer)}\.")
     patterns = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
     names = [name for name in of if any(p.search(name) for p in patterns)]

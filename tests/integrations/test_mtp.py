@@ -146,6 +146,17 @@ def test_conversion_keeps_layers_of_every_name(prefix, tmp_path):
     assert len(kept) == 13 and all(as_bytes(t) == as_bytes(files[name]) for name, t in kept.items())
 
 
+@pytest.mark.parametrize("prefix", ["mtp.layers.0", "model.mtp_layers.0"])
+def test_saving_keeps_layers_that_the_class_does_not_know(prefix, source, tmp_path):
+    """GLM-4.5's are after the last, and transformers' class has no pattern for "mtp"."""
+    files = {n.replace(LAYER.removesuffix("."), prefix): t for n, t in tensors(source).items()}
+    save_file(files, source / "model.safetensors", metadata={"format": "pt"})
+    load(source, quantization_config=MoeNvfp4Config()).save_pretrained(tmp_path / "saved")
+    kept = {name: t for name, t in tensors(tmp_path / "saved").items() if name.startswith(prefix)}
+    assert f"{prefix}.eh_proj.weight" in kept and len(kept) == sum(name.startswith(prefix) for name in files)
+    assert all(as_bytes(t) == as_bytes(files[name]) for name, t in kept.items())
+
+
 @pytest.mark.parametrize("now", ["is gone", "holds something else now", "has 3 layers, and had 2"])
 def test_layers_whose_files_are_gone_are_missed_aloud(now, source, tmp_path, caplog):
     model, files = load(source, quantization_config=MoeNvfp4Config()), tensors(source)

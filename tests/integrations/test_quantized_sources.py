@@ -11,7 +11,10 @@ from moe_nvfp4.integrations.huggingface import calibration
 from moe_nvfp4.integrations.huggingface.calibration import files_importance, tokenizer_at
 from moe_nvfp4.integrations.huggingface.gptq import convert_gptq
 from moe_nvfp4.quantize.convert import convert_checkpoint
+from moe_nvfp4.quantize.files import open_checkpoint
+from moe_nvfp4.quantize.model import ModelTensors
 from moe_nvfp4.quantize.options import Options
+from tests.checkpoints import config_of
 from tests.folders import change_config, fp8
 from tests.models import deepseek, folder, gpt_oss, same_tensors, tensors
 
@@ -66,6 +69,8 @@ def test_a_config_without_a_dtype(make, tmp_path):
     change_config(source, dtype=None)
     convert_checkpoint(source, tmp_path / "not", CPU, progress=False)
     same_tensors(tmp_path / "named", tmp_path / "not")
+    change_config(source, dtype="float8_e4m3fn")  # no dtype of a model, which could not be built in it
+    assert ModelTensors.of(open_checkpoint(source)).name == config_of(source)["architectures"][0]
 
 
 @pytest.mark.parametrize("make", [fp8_folder, mxfp4_folder])
