@@ -89,8 +89,8 @@ def compare(
     theirs = plan_of(source, {layer_of(stem) for stem in ours.matrices}, info.dialect)
     _Names(checkpoint, source, info, ours, theirs).check()
     judged = _judge_all(source, ours, theirs)
-    _check_bytes(source, ours, theirs)
-    warnings = _check_errors(judged, source, str(own.get("recipe")), ours, theirs)
+    warnings = _rounded(_check_bytes(source, ours, theirs), source)
+    warnings += _check_errors(judged, source, str(own.get("recipe")), ours, theirs)
     for name, weight in ours.dequantized.items():
         _check_fp8(name, weight, source, theirs)
     experts: dict[str, ErrorSums] = {}
@@ -183,10 +183,12 @@ class _Names:
 
 
 # ---------------------------------------------------------------- what is copied
-def _check_bytes(source: Checkpoint, ours: ConversionPlan, theirs: ConversionPlan) -> None:
-    """ValueError where a tensor that is copied, or made dense exactly, is not what it is in the source."""
+def _check_bytes(source: Checkpoint, ours: ConversionPlan, theirs: ConversionPlan) -> list[str]:
+    """ValueError where a tensor that is copied, or made dense exactly, is not what it is in the source. Returns the
+    names of those that lost something by another dtype."""
     made = (ours.matrices.keys() - theirs.carried.keys()) | set(_rescaled(ours, theirs))
     again = {f"{stem}.{last}" for stem in made for last in ours.options.target.suffixes[:3]}
+    rounded = []
     for name, stored in ours.copies.items():
         if name in again:
             continue
@@ -196,11 +198,25 @@ def _check_bytes(source: Checkpoint, ours: ConversionPlan, theirs: ConversionPla
         if found is None and original is not None and not _same(stored, original):
             raise ValueError(f"{name} is not what it is in {source.folder}: it should have been copied"
                              + ("" if stored.dtype == original.dtype else f", rounded to {stored.dtype}"))  # fmt: skip
+        if original is not None and stored.dtype != original.dtype and not _same(original, stored):
+            rounded.append(name)
     for name in (ours.scales.keys() & theirs.scales.keys()) - again:
         here, there = float(ours.scales[name]()), float(theirs.scales[name]())
         if not abs(here - there) <= ULP * abs(there):
             raise ValueError(f"{name} is {here:.9g}, from {source.folder} it is {there:.9g}: the file is damaged, or "
                              "was calibrated since; compare it with what it was made from")  # fmt: skip
+    return rounded
+
+
+def _rounded(names: list[str], source: Checkpoint) -> list[str]:
+    """A warning of the tensors `names` that were rounded."""
+    if not names:
+        return []
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return [
+        f"warning: {len(names)} dense tensors are rounded to a smaller dtype than in {source.folder}: {some}. "
+        "save_pretrained of a model in bf16 does so with what is float32 in files"
+    ]
 
 
 def _is_dense(stored: TensorSlice, found: Matrix | list[Matrix]) -> bool:

@@ -251,7 +251,9 @@ def recognise_gate(module: nn.Module, layout: ModuleLayout, source_class: Any = 
         limits = {float(v) for name, v in values.items() if name.endswith("limit") and v > 0} | {inf}
         alphas = {float(v) for name, v in values.items() if name.endswith("alpha") and v} | {1.0}
         beyond = [sign * scale * limit for limit in limits - {inf} for scale in (0.99, 1.01, 2) for sign in (-1, 1)]
-        probe = torch.cat([torch.linspace(-30, 30, 121), torch.linspace(-3, 3, 61), torch.tensor([*beyond, 0.0])])
+        # torch.device forgets linspace in a process where transformers has replaced it at first (model init on meta)
+        wide, near = (torch.linspace(-end, end, steps, device=device) for end, steps in ((30, 121), (3, 61)))
+        probe = torch.cat([wide, near, torch.tensor([*beyond, 0.0])])
         probe = probe[len(probe) % 2 :].float()
         rows = torch.cartesian_prod(probe, probe).T if layout.gated else probe[None]  # [gate, up], [2, probes^2]
         # As I = 2 channels [probes / 2, 2I]: a gate may treat them differently, or take others for gate and up

@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch.utils._device import _device_constructors
+from transformers.initialization import meta_device_safe_creation_ops
 
 from moe_nvfp4.backends import named
 from moe_nvfp4.integrations.huggingface import MoeNvfp4Config, set_activations, swap_experts
@@ -290,7 +292,11 @@ def test_streams_beside_one_that_moves_weights(linears, monkeypatch):
 
 def test_an_activation_for_gpus_only_stays_fused():
     """What transformers' use_kernels assigns: the method of another class, which calls an op that CPUs do not have. It
-    is asked on the GPU whether it computes the same."""
+    is asked on the GPU whether it computes the same; also in a process that used torch.device for the first time when
+    from_pretrained had replaced torch.linspace, which it then leaves on the CPU."""
+    _device_constructors.cache_clear()
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        torch.empty(1)
     library = torch.library.Library("moe_nvfp4_gpus_only", "DEF")
 
     def kernel(name, function):
@@ -316,3 +322,4 @@ def test_an_activation_for_gpus_only_stays_fused():
         got = logits(model)
         assert {module.gate.kind for module in experts(model)} == {kind}
         assert torch.equal(got, want) == (kind == "silu")
+    _device_constructors.cache_clear()

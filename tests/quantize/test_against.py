@@ -354,3 +354,17 @@ def test_matrices_that_vanish_beside_larger_ones_are_said(tmp_path):
         found = verify_checkpoint(converted(source, tmp_path / f"b{factor}"), source).warnings
         line = f"1 matrices are more than 0.2 times their norm away from their originals ({MODULE}.1.up_proj: 1)"
         assert any(line in warning for warning in found) == warned
+
+
+def test_dense_tensors_that_were_rounded(tmp_path):
+    """MiniMax-M2's routers are float32 in files, and bf16 in a model that is; to save that is no damage, but told."""
+    source, router = dense(tmp_path / "bf16"), "model.layers.0.mlp.gate.weight"
+    for wide, lost in ((lambda t: t.float(), []), (lambda t: t.float() * 1.001, [router])):
+        files = tensors(source)
+        save_file(files | {router: wide(files[router])}, source / "model.safetensors", metadata={"format": "pt"})
+        quantized = converted(source, tmp_path / f"nvfp4{len(lost)}")
+        assert verify_checkpoint(quantized, against=source).warnings == []
+        load(quantized).save_pretrained(tmp_path / f"saved{len(lost)}")
+        warnings = verify_checkpoint(tmp_path / f"saved{len(lost)}", against=quantized).warnings
+        assert [line for line in warnings if "1 dense tensors are rounded" in line and router in line] == warnings
+        assert len(warnings) == len(lost)
