@@ -191,14 +191,22 @@ def fp8(kind, weight, power_of_two=False):
 
 
 def as_published(folder):
-    """Name the tensors of Kimi-K2.5, Kimi Linear or DeepSeek V4, as transformers 5.24 saves them, as their repositories
-    do."""
-    of_v4 = json.loads((folder / "config.json").read_text())["model_type"] == "deepseek_v4"
+    """Name the tensors of some models, as transformers 5.24 saves them, as their repositories do."""
+    family = json.loads((folder / "config.json").read_text())["model_type"]
     files = {}
     for name, tensor in tensors(folder).items():
-        name = re.sub(r"^language_model\.model\.blocks\.", "language_model.model.layers.", name)
-        name = re.sub(r"\.block_sparse_moe\.((gate|up|down)_proj\.)", r".mlp.\1", name)
-        if of_v4:
+        if family == "kimi_k25":
+            name = name.replace(".model.blocks.", ".model.layers.").replace("model.mm_projector.", "mm_projector.")
+            name = name.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
+        elif family == "kimi_linear":
+            name = re.sub(r"\.block_sparse_moe\.((gate|up|down)_proj\.)", r".mlp.\1", name)
+        elif family == "bailing_hybrid":
+            name = name.replace(".0.attention.dense.", ".0.attention.o_proj.")  # of the first layer, linear attention
+        elif family == "hy_v4":
+            name = re.sub(r"\.hc_pre\.(hc_(?:attn|mlp)_layer)\.", r".\1.hc_pre.", name)
+            name = name.replace(".hc_pre.hc_head.", ".hc_head.")
+            name = name if "self_attn" in name else name.replace(".linear_gate.", ".gate_proj.")
+        elif family == "deepseek_v4":
             name = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.").replace("hc_head.hc", "hc_head")
             name = name.replace("embed_tokens.", "embed.")
         files[name] = tensor

@@ -47,8 +47,18 @@ from moe_nvfp4.quantize.recipes import quantize_expert
 logger = logging.get_logger(__name__)
 
 # model_type -> names as published, and as transformers 5.24 saves them
+_HY_V4 = [
+    *((rf"\.hc_{layer}_layer\.hc_pre\.", rf"\.hc_pre\.hc_{layer}_layer\.") for layer in ("attn", "mlp")),
+    *((rf"\.{module}\.gate_proj\.", rf"\.{module}\.linear_gate\.") for module in ("mlp", "shared_experts")),
+]
 PUBLISHED: dict[str | None, list[tuple[str, str]]] = {
-    "kimi_k25": [(r"language_model\.model\.layers\.", r"language_model\.model\.blocks\.")],
+    "hy_v4": [*_HY_V4, (r"\.hc_head\.hc_head_", r"\.hc_pre\.hc_head\.hc_head_")],
+    "hy_v4_vl": [*_HY_V4, (r"\.hc_head\.hc_head_", r"\.hc_head\.hc_pre\.hc_head_")],
+    "kimi_k25": [
+        (r"language_model\.model\.layers\.", r"language_model\.model\.blocks\."),
+        (r"^mm_projector\.", r"^model\.mm_projector\."),
+        (r"^vision_tower\.patch_embed\.", r"^vision_tower\.encoder\.patch_embed\."),
+    ],
     "kimi_linear": [
         (rf"\.mlp\.{part}_proj\.", rf"\.block_sparse_moe\.{part}_proj\.") for part in ("gate", "up", "down")
     ],
@@ -395,7 +405,12 @@ class Published(WeightRenaming):
 def published_names(model: Any) -> list[Published]:
     """What transformers' own renamings, which were written for loading, do not undo when they are reversed: they
     rename more than they do then. It reads either name, and servers only the published one."""
-    return [Published(*pair) for pair in PUBLISHED.get(getattr(model.config, "model_type", None), ())]
+    kind = getattr(model.config, "model_type", None)
+    pairs = [*PUBLISHED.get(kind, ())]
+    if kind == "bailing_hybrid":  # Ling 3.0's full attention has a dense, and its linear attention an o_proj
+        of_linear = [n for n, kind in enumerate(model.config.layer_types) if kind == "linear_attention"]
+        pairs += [(rf"\.{n}\.attention\.o_proj\.", rf"\.{n}\.attention\.dense\.") for n in of_linear]
+    return [Published(*pair) for pair in pairs]
 
 
 def names_in_files(model: nn.Module, modules: Iterable[str]) -> dict[str, str]:

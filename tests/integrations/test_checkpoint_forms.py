@@ -42,6 +42,7 @@ from tests.folders import (
     write,
 )
 from tests.integrations.test_checkpoints import both, load, packed
+from tests.integrations.test_mtp import hy_v4
 from tests.models import (
     SMALL,
     dense_like,
@@ -636,13 +637,26 @@ def test_names_that_shift(one, tmp_path):
             assert relative_error(same_model[key].double(), tensor.double()) < 0.15, key
 
 
-@pytest.mark.parametrize("family", [kimi_linear, kimi_k25, deepseek_v4], ids=lambda f: f.__name__)
+def ling3():
+    from transformers import BailingHybridConfig, BailingHybridForCausalLM
+
+    return BailingHybridForCausalLM(BailingHybridConfig(
+        **SMALL | dict(num_key_value_heads=4), intermediate_size=48, moe_intermediate_size=48, num_experts=4,
+        num_experts_per_tok=2, num_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=16,
+        kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, linear_head_dim=16,
+        layer_types=["linear_attention", "full_attention"]))  # fmt: skip
+
+
+PUBLISHED = {kimi_linear: "KimiLinearConfig", kimi_k25: "Kimi_K25Config", deepseek_v4: "DeepseekV4Config",
+             hy_v4: "HYV4Config", ling3: "BailingHybridConfig"}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PUBLISHED, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_published_names_stay(family, dialect, tmp_path):
     """What transformers saves of these has names that vLLM does not know, and so had what calibrate makes for it."""
-    config = {kimi_linear: "KimiLinearConfig", kimi_k25: "Kimi_K25Config", deepseek_v4: "DeepseekV4Config"}[family]
-    if not hasattr(transformers, config):
-        pytest.skip(f"this transformers has no {config}")
+    if not hasattr(transformers, PUBLISHED[family]):
+        pytest.skip(f"this transformers has no {PUBLISHED[family]}")
     source = folder(tmp_path, family)
     saved = tensors(source)
     as_published(source)

@@ -15,7 +15,7 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.dialects import matches
 from moe_nvfp4.quantize.options import Options
 from tests import checkpoints
-from tests.folders import CONFIGS, stored, write
+from tests.folders import CONFIGS, as_published, stored, write
 from tests.models import IDS, SMALL, as_bytes, load, make, nemotron_h, step3p7, tensors
 
 H, LAYER = SMALL["hidden_size"], "model.layers.2."
@@ -82,7 +82,7 @@ def step3p7_with_a_tall_tower():
 
 
 def hy_v4():
-    """Files have other names than the model, for parts of layers too: hc_pre.hc_mlp_layer.hc_fn is ffn_hc.fn."""
+    """Files have other names than the model, for parts of layers too: hc_mlp_layer.hc_pre.hc_fn is ffn_hc.fn."""
     if not hasattr(transformers, "HYV4ForCausalLM"):
         pytest.skip("this transformers does not have HY-V4")
     return transformers.HYV4ForCausalLM(transformers.HYV4Config(
@@ -95,6 +95,7 @@ def hy_v4():
 def test_conversion_and_saving_keep_every_byte_and_name(family, layer, tmp_path):
     model = make(family)
     model.save_pretrained(tmp_path / "bf16")
+    as_published(tmp_path / "bf16")
     files = tensors(tmp_path / "bf16")
     mtp = {layer + n.partition(".layers.1.")[2]: t.clone() for n, t in files.items() if n.startswith("model.layers.1.")}
     save_file(files | mtp, tmp_path / "bf16/model.safetensors", metadata={"format": "pt"})
