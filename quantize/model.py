@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 TIED = (
-    "it is the embedding (tie_word_embeddings), which stays as it is; for a 4-bit head, save the model with one of its "
-    "own (tie_word_embeddings false)"
+    "config.json says that it is the embedding (tie_word_embeddings), which stays as it is; for a 4-bit head, save the "
+    "model with one of its own (tie_word_embeddings false)"
 )
 # the end of a class's name -> transformers' classes of this kind, by config
 AUTO = {

@@ -89,7 +89,7 @@ SCALES = re.compile(
     rf"{'|'.join(sorted(_LASTS - {'weight'}))})$"
 )
 PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: x is multiplied with it before the layer
-MTP = "a multi-token prediction layer, which transformers reads dense, for generate(use_mtp=True)"
+MTP = "a multi-token prediction layer, which programs that draft with it read dense"
 KV_SCALE = re.compile(r"\.(k|v|q|kv)_((global_)?scale|zero_point)$")
 
 

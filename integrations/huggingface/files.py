@@ -297,12 +297,18 @@ def mtp_tensors(
     return MtpTensors(tuple(names), stems, {str(path): _size_and_time(path) for path in paths}, convert, layers)
 
 
-def report_unused(model: Any, found: CheckpointLayout, mtp: MtpTensors) -> None:
-    """Warn about what the files hold and this model does not use."""
+def report_unused(model: Any, found: CheckpointLayout, mtp: MtpTensors, tensors: Mapping[str, TensorSlice]) -> None:
+    """Warn about what the files, with `tensors`, hold and this model does not use."""
     if packed := [name for name in mtp.names if name.endswith(GLOBAL_SCALES)]:
         logger.warning(
             f"the files' layers of multi-token prediction are 4-bit ({packed[0]}, ...), and transformers reads them as "
             "dense: generate(use_mtp=True) ends in an error about sizes; without it all is well"
+        )
+    if fp8 := [name for name in mtp.names if name in tensors and tensors[name].dtype.startswith("F8")]:
+        logger.warning(
+            f"the files' layers of multi-token prediction are FP8 ({fp8[0]}, ...), and transformers reads them without "
+            "their scales: generate(use_mtp=True) refuses its own drafts, and is slower than without it. moe-nvfp4 "
+            "quantize SRC DST writes them dense, and from DST drafts are right"
         )
     if found.kv_scales:
         keys = found.kv_scales

@@ -179,7 +179,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
             )
         model.config.quantization_config = config  # which names the source's format, where that is another
         source = open_files(checkpoint_files or [], model)
-        tensors = source.tensors
+        tensors = in_files = source.tensors
         if not tensors:
             raise ValueError(
                 "4-bit experts are read, and made while a model loads, from safetensors files, whose headers say if "
@@ -257,7 +257,7 @@ class MoeNvfp4Quantizer(HfQuantizer):
         if not hasattr(super(), "update_parallel_plan"):  # transformers before 5.21, which does not call it
             for plan in (model._tp_plan, model._ep_plan):
                 self.update_parallel_plan(model, plan or {})
-        report_unused(model, found, self.mtp)
+        report_unused(model, found, self.mtp, in_files)
 
     def _empty_experts(self, module: nn.Module, layout: ModuleLayout, pre_quant_scale: bool) -> HFExperts:
         """Empty 4-bit experts on meta that replace `module`. pre_quant_scale: with AWQ's scales."""

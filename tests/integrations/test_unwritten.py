@@ -202,8 +202,9 @@ def test_the_same_on_disk_and_beside_a_gpu(folders, tmp_path):
     assert torch.equal(logits(on_disk), expected)
 
 
-def test_fp8_of_prediction_layers_is_saved_dense(tmp_path, monkeypatch):
-    """As quantize writes it. The model does not have these layers; a copy of it is saved, too."""
+def test_fp8_of_prediction_layers_is_saved_dense(tmp_path, monkeypatch, caplog):
+    """As quantize writes it. The model does not have these layers; a copy of it is saved, too. transformers would draft
+    with their codes, from the files that the model was loaded from."""
     source, twin = fp8_folder(tmp_path)
     files, values = tensors(source), tensors(twin)
     layer = {n: t for n, t in files.items() if n.startswith("model.layers.1.")}
@@ -212,6 +213,7 @@ def test_fp8_of_prediction_layers_is_saved_dense(tmp_path, monkeypatch):
     change_config(source, num_nextn_predict_layers=1)
     monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
     model = load(source, quantization_config=MoeNvfp4Config())
+    assert "layers of multi-token prediction are FP8 (model.layers.2." in caplog.text
     pickle.loads(pickle.dumps(model)).save_pretrained(tmp_path / "saved")
     saved, wanted = tensors(tmp_path / "saved"), tensors(converted(source, tmp_path / "quantized"))
     extra = [n for n in wanted if "layers.2." in n]

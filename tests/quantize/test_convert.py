@@ -26,7 +26,7 @@ from moe_nvfp4.quantize.plan import config_of_new_files
 from moe_nvfp4.quantize.recipes import RECIPES, quantize_matrix
 from moe_nvfp4.quantize.verify import verify_checkpoint
 from tests.checkpoints import ENVIRONMENT, config_of, converted, edit_config, experts, folder, same_files
-from tests.folders import expert_by_hand
+from tests.folders import as_published, expert_by_hand
 from tests.models import (
     FAMILIES,
     SMALL,
@@ -129,6 +129,7 @@ def saved_families(tmp_path_factory):
     def folder(family):
         if family not in made:
             made[family] = saved(tmp_path_factory.mktemp("family"), family)
+            as_published(made[family])
         return made[family]
 
     return folder
