@@ -79,7 +79,7 @@ def class_of(config: Any) -> Any:
                     warnings.warn(
                         f"transformers {transformers.__version__} has no {name}, which config.json names: the model is "
                         f"taken for a {found.__name__}, its class for {config.model_type}",
-                        stacklevel=2,
+                        stacklevel=1,  # one place, and so said once, whoever asks
                     )
                 return found
     return None

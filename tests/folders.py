@@ -198,8 +198,8 @@ def as_published(folder):
         if family == "kimi_k25":
             name = name.replace(".model.blocks.", ".model.layers.").replace("model.mm_projector.", "mm_projector.")
             name = name.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
-        elif family == "kimi_linear":
-            name = re.sub(r"\.block_sparse_moe\.((gate|up|down)_proj\.)", r".mlp.\1", name)
+        elif family in ("kimi_linear", "minimax_m3_vl"):
+            name = re.sub(r"\.block_sparse_moe\.((gate|up|down)_proj\.|fc\d\.)", r".mlp.\1", name)
         elif family == "bailing_hybrid":
             name = name.replace(".0.attention.dense.", ".0.attention.o_proj.")  # of the first layer, linear attention
         elif family == "hy_v4":

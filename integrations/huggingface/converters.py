@@ -46,11 +46,12 @@ from moe_nvfp4.quantize.recipes import quantize_expert
 
 logger = logging.get_logger(__name__)
 
-# model_type -> names as published, and as transformers 5.24 saves them
+_MLP = [(rf"\.mlp\.{part}_proj\.", rf"\.block_sparse_moe\.{part}_proj\.") for part in ("gate", "up", "down")]
 _HY_V4 = [
     *((rf"\.hc_{layer}_layer\.hc_pre\.", rf"\.hc_pre\.hc_{layer}_layer\.") for layer in ("attn", "mlp")),
     *((rf"\.{module}\.gate_proj\.", rf"\.{module}\.linear_gate\.") for module in ("mlp", "shared_experts")),
 ]
+# model_type -> names as published, and as transformers saves them: 5.24, and of MiniMax-M3 5.17
 PUBLISHED: dict[str | None, list[tuple[str, str]]] = {
     "hy_v4": [*_HY_V4, (r"\.hc_head\.hc_head_", r"\.hc_pre\.hc_head\.hc_head_")],
     "hy_v4_vl": [*_HY_V4, (r"\.hc_head\.hc_head_", r"\.hc_head\.hc_pre\.hc_head_")],
@@ -59,9 +60,8 @@ PUBLISHED: dict[str | None, list[tuple[str, str]]] = {
         (r"^mm_projector\.", r"^model\.mm_projector\."),
         (r"^vision_tower\.patch_embed\.", r"^vision_tower\.encoder\.patch_embed\."),
     ],
-    "kimi_linear": [
-        (rf"\.mlp\.{part}_proj\.", rf"\.block_sparse_moe\.{part}_proj\.") for part in ("gate", "up", "down")
-    ],
+    "kimi_linear": _MLP,
+    "minimax_m3_vl": [*_MLP, *((rf"\.mlp\.{fc}\.", rf"\.block_sparse_moe\.{fc}\.") for fc in ("fc1", "fc2"))],
     "deepseek_v4": [
         (r"\.attn\.kv_norm\.", r"\.attn\.norm\."),
         *((rf"^hc_head_{part}", rf"^model\.hc_head\.hc_{part}") for part in ("fn", "base", "scale")),
