@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ AUTO = {
     "ForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "ForConditionalGeneration": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
 }
+SAME = {"BailingMoeV3ForCausalLM": "BailingHybridForCausalLM"}  # Ling 3.0's name, and transformers'
 EXPERT_WEIGHTS = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?|mlp\.(w1|v1|w2)")
 
 
@@ -58,8 +58,8 @@ def class_of(config: Any) -> Any:
     """The class of transformers that `config` describes; None where it has none.
 
     Files may name a class of their repository's own code (PhiMoEForCausalLM, KimiK25ForConditionalGeneration). Then it
-    is the class that transformers has for the model_type, as its Auto classes choose: of the kind that the name says,
-    or, where transformers has none, of the other (UnlimitedOCRForCausalLM).
+    is the class that transformers has for the model_type, if that has the same name but for its spelling and its kind
+    (UnlimitedOCRForCausalLM): models of other names share a model_type, as Ling 2.5 does Ling 3.0's.
     """
     import transformers
     from transformers.models.auto import modeling_auto
@@ -70,17 +70,10 @@ def class_of(config: Any) -> Any:
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
     for name in names:
-        if not name.endswith(tuple(AUTO)):
-            continue
         for ending in sorted(AUTO, key=lambda ending: not name.endswith(ending)):
             found = getattr(modeling_auto, AUTO[ending]).get(type(config), None)
-            if found is not None:
-                if _alike(name) not in (_alike(found.__name__), _alike(type(config).__name__)):
-                    warnings.warn(
-                        f"transformers {transformers.__version__} has no {name}, which config.json names: the model is "
-                        f"taken for a {found.__name__}, its class for {config.model_type}",
-                        stacklevel=1,  # one place, and so said once, whoever asks
-                    )
+            known = () if found is None else (_alike(found.__name__), _alike(type(config).__name__))
+            if _alike(SAME.get(name, name)) in known:
                 return found
     return None
 

@@ -246,6 +246,7 @@ class MoeNvfp4Config(QuantizationConfig):
         packed = any(name.endswith("lm_head") for name in self.info.layers or ())
         packed |= self.info.whole and not self.info.ignores("lm_head")
         dense = model_type in DENSE_HEADS
+        dense |= model_type == "cohere2_moe" and not text.tie_word_embeddings  # it takes the embedding
         # its loader passes over the names of codes that dense files do not have
         dense |= model_type == "glm4_moe_mtp" and self.info.dialect.weight == "weight"
         if packed and (dense or getattr(text, "norm_head", False)):

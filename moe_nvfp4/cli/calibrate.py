@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         config = model.hf_quantizer.quantization_config
         if config.activations == "bf16":
             set_activations(model, "nvfp4")
-        model.save_pretrained(place.files)
+        model.save_pretrained(place.files, max_shard_size="5GB")  # `_keep_dtypes` writes shards again, one by one
         _keep_dtypes(files, place.files)
         _keep_config(files.config, place.files / "config.json")
         copy_files(others, source, place.files)

@@ -20,7 +20,9 @@ from transformers import CONFIG_MAPPING
 
 from moe_nvfp4 import demo
 from moe_nvfp4.cli import info
+from moe_nvfp4.cli.calibrate import _keep_dtypes
 from moe_nvfp4.quantize.card import _use
+from moe_nvfp4.quantize.files import open_checkpoint
 from tests.cli.commands import Terminal, mistake, run
 from tests.common import ROOT
 from tests.folders import change_config, fp8
@@ -570,6 +572,22 @@ def test_calibrate_keeps_dtypes(family, dtype, tmp_path, folder):
         assert [n for n, t in want.items() if (t.dtype, as_bytes(t)) != (same[n].dtype, as_bytes(same[n]))] == []
 
 
+def test_dtypes_are_kept_in_each_shard(tmp_path):
+    """What was rounded is written again, and nothing that has become something else."""
+    make(qwen3_moe).save_pretrained(tmp_path / "source")
+    make(qwen3_moe).save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    wide = {name: t.float() * (1 + 1e-4) for name, t in tensors(tmp_path / "source").items()}
+    other = wide["model.layers.0.input_layernorm.weight"]
+    other += 1
+    save_file(wide, tmp_path / "source/model.safetensors", metadata={"format": "pt"})
+    _keep_dtypes(open_checkpoint(tmp_path / "source"), tmp_path / "shards")
+    found = open_checkpoint(tmp_path / "shards")
+    different = [n for n, t in wide.items() if as_bytes(found.tensors[n].tensor()) != as_bytes(t)]
+    assert different == ["model.layers.0.input_layernorm.weight"] and len(found.files) > 2
+    size = json.loads((tmp_path / "shards/model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    assert size == sum(t.nbytes for t in wide.values()) - 2 * other.numel()
+
+
 @pytest.mark.parametrize("family, exclude", [(qwen3_moe, ["--exclude", "*.0.mlp.experts"]), (minimax_m3, [])])
 def test_calibrate_keeps_dtypes_of_what_is_rearranged(family, exclude, tmp_path, folder):
     """Experts that stay dense are stacks in the model, and MiniMax-M3's gate and up one matrix."""
@@ -608,7 +626,7 @@ def test_calibrate_on_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, 
     from safetensors import SafetensorError
     from transformers import PreTrainedModel
 
-    def fails(model, path, *args):
+    def fails(model, path, *args, **options):
         Path(path).mkdir(exist_ok=True)
         (Path(path) / "config.json").touch()
         raise SafetensorError("No space left on device")

@@ -480,10 +480,10 @@ def test_heads_that_vllms_models_do_not_have():
     """Dense whatever the config says, or the embedding."""
     from moe_nvfp4.integrations.vllm.linear import NVFP4LinearMethod
 
-    def check(model_type, tokens=None, norm_head=False, **changes):
+    def check(model_type, tokens=None, norm_head=False, tied=False, **changes):
         given = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []} | changes
         text = SimpleNamespace(
-            model_type=model_type, classifier_from_token=tokens, tie_word_embeddings=False, norm_head=norm_head
+            model_type=model_type, classifier_from_token=tokens, tie_word_embeddings=tied, norm_head=norm_head
         )
         MoeNvfp4Config.from_config(given).check_head(SimpleNamespace(get_text_config=lambda: text))
 
@@ -497,6 +497,9 @@ def test_heads_that_vllms_models_do_not_have():
     with pytest.raises(NotImplementedError, match="vLLM's bailing_moe_v2 has a dense one"):
         check("bailing_moe_v2", norm_head=True)
     check("bailing_moe_v2", norm_head=True, ignore=["lm_head"])
+    check("cohere2_moe", tied=True)
+    with pytest.raises(NotImplementedError, match="vLLM's cohere2_moe has a dense one"):
+        check("cohere2_moe")
     with pytest.raises(NotImplementedError, match="classifier_from_token: .*of a dense lm_head.*--linears attention"):
         check("qwen3_moe", ["no", "yes"])
     mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {"quant_algo": "NVFP4"}}}
