@@ -73,6 +73,19 @@ def test_a_config_without_a_dtype(make, tmp_path):
     assert ModelTensors.of(open_checkpoint(source)).name == config_of(source)["architectures"][0]
 
 
+@pytest.mark.parametrize("changes", [dict(model_type="mimo_v2_flash"), dict(architectures=["MiMoV2ForCausalLM"])])
+def test_rows_in_chunks_are_refused(changes, tmp_path):
+    """MiMo-V2.5's fused q, k and v in FP8, of which vLLM orders the rows; as bf16 it took them as they are."""
+    source, _ = fp8_folder(tmp_path)
+    files = tensors(source)
+    for name in [name for name in files if "layers.0.self_attn.o_proj" in name]:
+        files[name.replace("o_proj", "qkv_proj")] = files[name].clone()
+    write(source, files)
+    change_config(source, **changes)
+    with pytest.raises(ValueError, match="layers.0.self_attn.qkv_proj.weight is q, k and v in FP8, in chunks of rows"):
+        convert_checkpoint(source, tmp_path / "nvfp4", CPU, progress=False)
+
+
 @pytest.mark.parametrize("make", [fp8_folder, mxfp4_folder])
 def test_importance_is_that_of_the_dequantized_twin(make, tmp_path):
     source, twin = make(tmp_path)
