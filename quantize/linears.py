@@ -31,7 +31,7 @@ ROUTER = re.compile(r"(^|\.)((\w+_)?gate|(\w+_)?router|wg)(\.|$)")
 EXPERTS = re.compile(r"(^|\.)\w*(?<!shared_)(?<!share_)experts?\.")
 SHARED = re.compile(r"(^|\.)shared?_(experts?|mlp)\.")
 ATTENTION = re.compile(
-    r"[qkvor]_proj|w[qkvo]|w?qkv(_proj)?|query_key_value|out_proj|gate_proj|(q|kv|o)_[ab]_proj|kv_a_proj_with_mqa|"
+    r"[qkvor]_proj|w[qkvo]|w?qkv(_proj)?|query_key_value|out_proj|dense|gate_proj|(q|kv|o)_[ab]_proj|kv_a_proj_with_mqa|"
     r"kv_proj|q_gate_proj|v_proj_(current|delayed)|in_proj_(qkvz|qkv|z)", re.IGNORECASE
 )  # fmt: skip
 PROJECTION = re.compile(r"(q|k|v|o|qkv)_proj")  # of attention, whatever its module is called

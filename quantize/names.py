@@ -90,7 +90,7 @@ SCALES = re.compile(
 )
 PRE_QUANT_SCALE = "pre_quant_scale"  # AWQ: x is multiplied with it before the layer
 MTP = "a multi-token prediction layer, which programs that draft with it read dense"
-KV_SCALE = re.compile(r"\.(k|v|q|kv)_((global_)?scale|zero_point)$")
+KV_SCALE = re.compile(r"\.(k|v|q|kv)_((global_)?scale|zero_point)$|\.self_attn\.(q|[kv]_cache)\.scale$")  # HY-V3's last
 
 
 def is_scale(name: str, tensors: Mapping[str, TensorSlice]) -> bool:

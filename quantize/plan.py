@@ -222,7 +222,6 @@ def plan(checkpoint: Checkpoint, options: Options, empty: bool = False) -> Conve
     options = replace(options, dtype=dense_dtype(checkpoint))
     if options.importance is not None:
         options = replace(options, importance=_importance_for_files(checkpoint, options.importance))
-    _refuse_chunks(checkpoint)
     draft = _Draft(checkpoint, options, dict(checkpoint.tensors))
     info = nvfp4_info(checkpoint)
     if info is not None:
@@ -257,19 +256,6 @@ def plan(checkpoint: Checkpoint, options: Options, empty: bool = False) -> Conve
         draft.dequantized, tuple(draft.left), draft.copies, draft.scales, skipped, modules, unmatched, draft.rescaled,
         draft.cast, draft.unchanged, draft.owners,
     )  # fmt: skip
-
-
-def _refuse_chunks(source: Checkpoint) -> None:
-    """ValueError for MiMo-V2.5's and MiMo-V2-Pro's q, k and v, fused in FP8: their rows are in chunks, one for each
-    key/value head, which vLLM puts in order for FP8 alone (vllm/model_executor/models/mimo_v2.py)."""
-    classes = source.config.get("architectures") or ()
-    if any(str(name).startswith("MiMoV2") for name in classes) or any(t.startswith("mimo_v2") for t in source.types):
-        for name, stored in source.tensors.items():
-            if name.endswith(".qkv_proj.weight") and stored.dtype.startswith("F8"):
-                raise ValueError(
-                    f"{name} is q, k and v in FP8, in chunks of rows that vLLM puts in order for FP8 alone: in bf16 or "
-                    "NVFP4 it would take k's rows for q's. These files are not converted yet: serve them as they are"
-                )
 
 
 def _in_files_that_load(draft: _Draft) -> list[Job]:
@@ -474,6 +460,9 @@ def _fp8_next_to_nvfp4(draft: _Draft, files: nvfp4.NVFP4Files) -> None:
     """Plan to write FP8 weights of mixed-precision files dense: a config names only one quantized format."""
     for name, scale in files.fp8.items():
         stem = name.removesuffix(".weight")
+        if fp8.chunks_of(draft.source, stem) is not None:
+            raise ValueError(f"{name} is q, k and v in FP8, whose rows may be in chunks, which is known of files that "
+                             "are FP8 as a whole: quantize the original")  # fmt: skip
         draft.dequantize(name, fp8.fp8_matrix(draft.left[name], draft.left[scale], None, stem))
         draft.take((name, scale), stem)
         if draft.left.pop(f"{stem}.input_scale", None) is not None:

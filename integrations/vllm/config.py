@@ -483,8 +483,9 @@ def _becomes_nvfp4(config: dict) -> str | None:
     """MXFP4 or FP8, if what vLLM passes as `quantization_config` says so, in a form that a conversion reads."""
     if FORM in config:
         return config[FORM]
-    # vLLM renames gpt-oss's method
-    return becomes_nvfp4({**config, "quant_method": str(config.get("quant_method")).removeprefix("gpt_oss_")})
+    # vLLM renames the methods of gpt-oss and of DeepSeek V4
+    method = re.sub("^(gpt_oss|deepseek_v4)_", "", str(config.get("quant_method")))
+    return becomes_nvfp4({**config, "quant_method": method})
 
 
 def _read(config: dict) -> QuantizationInfo | None:

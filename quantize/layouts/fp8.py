@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
+from moe_nvfp4.quantize.files import Checkpoint, TensorSlice, sub_configs
 from moe_nvfp4.quantize.layouts.base import Experts, Matrix, experts_of
+from moe_nvfp4.quantize.names import TOWER, is_mtp
 
 # The names of the scales: of ModelOpt and compressed-tensors; of DeepSeek V3; of DeepSeek V4
 FP8_SCALES = ("weight_scale", "weight_scale_inv", "scale")
@@ -78,6 +80,77 @@ def fp8_matrix(weight: TensorSlice, scale: TensorSlice, block: tuple[int, int] |
     return Matrix(N, K, weight.size + scale.size, weight.file.name, open, held=4 * scale.size)
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """How MiMo-V2.5 keeps q, k and v, fused: in `count` chunks, one after another. Each has a part of q, one of k and
+    one of v, of `parts` rows, and its own blocks."""
+
+    count: int
+    parts: tuple[int, int, int]
+
+    def runs(self, a: int, b: int) -> Iterator[tuple[int, int, int]]:
+        """Where rows [a, b) of [Q | K | V] are: a chunk, the first row in it, the one after the last."""
+        start = 0
+        for i, part in enumerate(self.parts):
+            for chunk in range(self.count):
+                low, high = max(a, start), min(b, start + part)
+                if low < high:
+                    first = sum(self.parts[:i]) - start
+                    yield chunk, first + low, first + high
+                start += part
+
+    def matrix(self, weight: TensorSlice, scale: TensorSlice, block: tuple[int, int], name: str) -> Matrix:
+        """[Q | K | V] of these rows. ValueError as in `fp8_matrix`. Blocks may be laid over all chunks at once, too."""
+        rows = sum(self.parts)
+        tiles = -(-rows // block[0])
+        each = scale.shape[:1] == (self.count * tiles,)
+        of_each = [(weight.rows(i * rows, rows), scale.rows(i * tiles, tiles)) for i in range(self.count * each)]
+        chunks = [fp8_matrix(w, s, block, name) for w, s in of_each or [(weight, scale)]]
+
+        def open() -> Callable[[int, int], Tensor]:
+            reads = [chunk.open() for chunk in chunks]
+
+            def read(i: int, first: int, last: int) -> Tensor:
+                return reads[i](first, last) if each else reads[0](i * rows + first, i * rows + last)
+
+            return lambda a, b: torch.cat([read(*run) for run in self.runs(a, b)])
+
+        size = weight.size + scale.size
+        return Matrix(self.count * rows, chunks[0].columns, size, weight.file.name, open, held=4 * scale.size)
+
+
+def chunks_of(source: Checkpoint, stem: str) -> Chunks | None:
+    """The chunks in which MiMo-V2.5 and MiMo-V2-Pro keep FP8 weights `stem`; None: they are a matrix as others.
+
+    There is one for each key/value head of full attention; prediction layers are like those with a sliding window.
+    Source: vllm/model_executor/models/mimo_v2.py. ValueError where config.json does not say sizes that fit.
+    """
+    classes = source.config.get("architectures") or ()
+    named = any(str(name).startswith("MiMoV2") for name in classes)
+    known = named or any(kind.startswith("mimo_v2") for kind in source.types)
+    if not (known and stem.endswith(".self_attn.qkv_proj")) or TOWER.search(stem):
+        return None
+    config = next((c for c in sub_configs(source.config) if "hybrid_layer_pattern" in c), {})
+    N = (*source.tensors[f"{stem}.weight"].shape, 0)[0]
+    try:
+        layer = int(stem.split(".")[-3])
+        swa = "swa_" if is_mtp(stem, source.layers) or config["hybrid_layer_pattern"][layer] else ""
+        keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+        heads, kv_heads, columns, columns_v = (config[swa + key] for key in keys)
+        count = config["num_key_value_heads"]
+        chunks = Chunks(count, (heads // count * columns, kv_heads // count * columns, kv_heads // count * columns_v))
+        fits = heads % count == kv_heads % count == 0 and N == count * sum(chunks.parts)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{stem} is q, k and v in FP8, in chunks of rows, and by config.json (hybrid_layer_pattern; with swa_ and "
+            f"without it: num_attention_heads, num_key_value_heads, head_dim, v_head_dim) they are not {N} rows: "
+            "download both again"
+        )
+    return chunks
+
+
 def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[str, tuple[Matrix, tuple[str, ...]]]:
     """The FP8 weights of a checkpoint with scales for blocks (quant_method fp8): stem -> matrix, its tensors' names.
 
@@ -95,6 +168,8 @@ def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[s
         weight, scale = left.get(f"{stem}.weight"), left[name]
         if last in ("scale", "weight_scale") and (weight is None or weight.dtype != "F8_E4M3"):
             continue  # of a norm, or of other codes
+        if last == "weight_scale_inv" and weight is not None and weight.dtype in ("U8", "I8"):
+            continue  # MXFP4
         if weight is None:
             raise ValueError(f"{name} has no {stem}.weight: a shard is missing; download it again")
         if weight.dtype != "F8_E4M3" or scale.dtype not in kinds:
@@ -105,6 +180,9 @@ def block_weights(source: Checkpoint, left: Mapping[str, TensorSlice]) -> dict[s
         whole = last == "weight_scale"
         of_inputs = (f"{stem}.{last}" for last in INPUT_SCALES if q.get("activation_scheme") == "static")
         names = (f"{stem}.weight", name, *(name for name in of_inputs if name in left))
+        if chunks := chunks_of(source, stem):
+            found[stem] = chunks.matrix(weight, scale, (block[0], block[1]), stem), names
+            continue
         found[stem] = fp8_matrix(weight, scale, None if whole else (block[0], block[1]), stem), names
     return found
 

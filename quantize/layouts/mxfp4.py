@@ -5,6 +5,7 @@
     compressed-tensors    `weight_packed` U8 [N, K/2]    `weight_scale` U8 [N, K/32]
     ModelOpt, AMD Quark   `weight` U8 [N, K/2]           `weight_scale` U8 [N, K/32]
     DeepSeek V4           `weight` I8 [N, K/2]           `scale` F8_E8M0 [N, K/32]
+    Ling 3.0, beside FP8  `weight` U8 [N, K/2]           `weight_scale_inv` U8 [N, K/32]
 
 Sources: compressed-tensors 0.20 (`compressors/mxfp4`), nvidia-modelopt 0.47 (`qtensor/mxfp4_tensor.py`), the OCP
 Microscaling specification.
@@ -23,7 +24,12 @@ from moe_nvfp4.format import decode
 from moe_nvfp4.quantize.files import Checkpoint, TensorSlice
 from moe_nvfp4.quantize.layouts.base import Experts, Matrix, experts_of
 
-PAIRS = (("weight_packed", "weight_scale"), ("weight", "weight_scale"), ("weight", "scale"))  # names of codes, scales
+PAIRS = (
+    ("weight_packed", "weight_scale"),
+    ("weight", "weight_scale"),
+    ("weight", "scale"),
+    ("weight", "weight_scale_inv"),
+)  # names of codes, scales
 ALGOS = ("MXFP4", "W4A16_MXFP4", "W4A8_MXFP4_FP8")  # quant_algo of ModelOpt
 FORMAT = "mxfp4-pack-quantized"  # of compressed-tensors
 

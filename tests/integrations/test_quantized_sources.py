@@ -1,6 +1,7 @@
 """Recipes that use data, on FP8 and MXFP4 checkpoints: the same as on their dequantized twins."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,9 @@ from moe_nvfp4.quantize.convert import convert_checkpoint
 from moe_nvfp4.quantize.files import open_checkpoint
 from moe_nvfp4.quantize.model import ModelTensors
 from moe_nvfp4.quantize.options import Options
-from tests.checkpoints import config_of
+from moe_nvfp4.quantize.verify import verify_checkpoint
+from tests.checkpoints import config_of, experts
+from tests.checkpoints import folder as by_hand
 from tests.folders import change_config, fp8
 from tests.models import deepseek, folder, gpt_oss, same_tensors, tensors
 
@@ -73,17 +76,81 @@ def test_a_config_without_a_dtype(make, tmp_path):
     assert ModelTensors.of(open_checkpoint(source)).name == config_of(source)["architectures"][0]
 
 
-@pytest.mark.parametrize("changes", [dict(model_type="mimo_v2_flash"), dict(architectures=["MiMoV2ForCausalLM"])])
-def test_rows_in_chunks_are_refused(changes, tmp_path):
-    """MiMo-V2.5's fused q, k and v in FP8, of which vLLM orders the rows; as bf16 it took them as they are."""
-    source, _ = fp8_folder(tmp_path)
-    files = tensors(source)
-    for name in [name for name in files if "layers.0.self_attn.o_proj" in name]:
-        files[name.replace("o_proj", "qkv_proj")] = files[name].clone()
-    write(source, files)
-    change_config(source, **changes)
-    with pytest.raises(ValueError, match="layers.0.self_attn.qkv_proj.weight is q, k and v in FP8, in chunks of rows"):
+MIMO = {"num_hidden_layers": 2, "hybrid_layer_pattern": [0, 1], "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 48, "v_head_dim": 32, "swa_num_attention_heads": 8, "swa_num_key_value_heads": 4,
+        "swa_head_dim": 32, "swa_v_head_dim": 32, "architectures": ["MiMoV2ForCausalLM"],
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}  # fmt: skip
+
+
+def mimo_folder(path, whole=False):
+    """MiMo-V2.5's q, k and v as its repository has them, and a twin in bf16. whole: blocks do not end with chunks."""
+    files, twin = experts(H=128, I=64, E=2, layers=2), {}
+    twin |= files
+    kinds = {"model.layers.0": (4, 2, 48, 32), "model.layers.1": (8, 4, 32, 32), "model.mtp.layers.0": (8, 4, 32, 32)}
+    g = torch.Generator().manual_seed(1)
+    for layer, (heads, kv_heads, columns, columns_v) in kinds.items():
+        if "mtp" in layer:
+            files[f"{layer}.eh_proj.weight"] = twin[f"{layer}.eh_proj.weight"] = torch.ones(128, 256).bfloat16()
+        sizes = (heads * columns, kv_heads * columns, kv_heads * columns_v)
+        q, k, v = (torch.randn(n, 128, generator=g) * 2.0 ** torch.randint(-4, 4, (n, 1), generator=g) for n in sizes)
+        chunks = [
+            torch.cat([part[len(part) // 2 * i : len(part) // 2 * (i + 1)] for part in (q, k, v)]) for i in (0, 1)
+        ]
+        made = [fp8("block", torch.cat(chunks))] if whole else [fp8("block", chunk) for chunk in chunks]
+        codes, scales, worth = (torch.cat(parts) for parts in zip(*made, strict=True))
+        name = f"{layer}.self_attn.qkv_proj.weight"
+        files |= {name: codes, f"{name}_scale_inv": scales}
+        parts = [half.split([n // 2 for n in sizes]) for half in worth.chunk(2)]
+        twin[name] = torch.cat([half[i] for i in range(3) for half in parts]).bfloat16()
+    config = {**MIMO, "model_type": "mimo_v2", "num_experts": 2, "dtype": "bfloat16"}
+    source = by_hand(path / "source", files, config)
+    return source, by_hand(path / "twin", twin, {**config, "quantization_config": None})
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["chunks", "whole"])
+@pytest.mark.parametrize("linears", [(), ("attention",)], ids=["dense", "4 bits"])
+def test_rows_in_chunks(linears, whole, tmp_path):
+    """MiMo-V2.5's fused q, k and v in FP8, which vLLM reads as [Q | K | V] in every other format."""
+    source, twin = mimo_folder(tmp_path, whole)
+    assert len(tensors(source)["model.layers.0.self_attn.qkv_proj.weight_scale_inv"]) == (3 if whole else 4)
+    for path in (source, twin):
+        convert_checkpoint(path, tmp_path / f"{path.name}-4", replace(CPU, linears=linears), progress=False)
+    same_tensors(tmp_path / "source-4", tmp_path / "twin-4")
+    assert verify_checkpoint(tmp_path / "source-4", twin) is not None
+
+
+@pytest.mark.parametrize("key", ["hybrid_layer_pattern", "swa_head_dim", "num_key_value_heads"])
+def test_rows_in_chunks_that_the_config_does_not_say(key, tmp_path):
+    source, _ = mimo_folder(tmp_path)
+    change_config(source, **{key: None})
+    with pytest.raises(ValueError, match="qkv_proj is q, k and v in FP8, in chunks .* they are not [0-9]+ rows"):
         convert_checkpoint(source, tmp_path / "nvfp4", CPU, progress=False)
+
+
+def test_mxfp4_experts_beside_fp8(tmp_path):
+    """Ling 3.0's scales of MXFP4 have the names of those of FP8."""
+    files = experts(I=64)
+    g = torch.Generator().manual_seed(0)
+    said = {}
+    for name in [name for name in files if ".experts." in name]:
+        N, K = files[name].shape
+        codes = torch.randint(0, 16, (N, K), generator=g)
+        exponents = torch.randint(120, 126, (N, K // 32), generator=g)
+        said[name] = (
+            E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0) * 2.0 ** (exponents - 127).repeat_interleave(32, 1)
+        )
+        files[name] = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+        files[f"{name}_scale_inv"] = exponents.to(torch.uint8)
+    linear = "model.layers.0.self_attn.q_proj.weight"
+    files[linear], files[f"{linear}_scale_inv"], _ = fp8("block", files[linear].float())
+    source = by_hand(tmp_path / "source", files, {"quantization_config": MIMO["quantization_config"]})
+    convert_checkpoint(source, tmp_path / "nvfp4", CPU, progress=False)
+    new = tensors(tmp_path / "nvfp4")
+    for name, values in said.items():
+        sf, scale = new[f"{name}_scale"].float(), new[f"{name}_scale_2"]
+        codes = torch.stack((new[name] & 15, new[name] >> 4), -1).flatten(1).long()
+        found = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0) * sf.repeat_interleave(16, 1) * scale
+        assert torch.equal(found, values), name
 
 
 @pytest.mark.parametrize("make", [fp8_folder, mxfp4_folder])

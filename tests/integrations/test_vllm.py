@@ -600,7 +600,7 @@ def test_which_checkpoints_are_taken(monkeypatch):
     assert taken(NVFP4, "modelopt_fp4") is None and taken(FP8, None) is None
     blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     stacks = [{"quant_method": method} for method in ("mxfp4", "gpt_oss_mxfp4")]  # the second is vLLM's own name
-    for other in (blocks, *stacks):
+    for other in (blocks, blocks | {"quant_method": "deepseek_v4_fp8"}, *stacks):  # and so is this
         assert taken(other, None) is None and taken(other, "moe_nvfp4") == "moe_nvfp4"
     with pytest.raises(ValueError, match="'awq'.*moe-nvfp4 quantize"):
         taken({"quant_method": "awq"}, "moe_nvfp4")

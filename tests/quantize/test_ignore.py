@@ -173,6 +173,7 @@ def test_names_of_scales_and_linears():
                  "q_proj.svdquant_lora_a q_proj.svdquant_lora_b wq.scale").split():  # fmt: skip
         assert is_scale(f"a.{last}", linear), last
     for last in ("norm.scale norm.weight attn.k_scale k_proj.v_scale attn.q_scale attn.kv_scale k_proj.k_global_scale "
+                 "self_attn.q.scale self_attn.k_cache.scale "
                  "attn.v_zero_point layer_scale per_expert_scale router.scale").split():  # fmt: skip
         assert not is_scale(f"a.{last}", norms), last
     matrix = stored("BF16", 8, 8)

@@ -260,7 +260,8 @@ def test_groups_by_name():
     layer = "model.layers.3"
     for name, group in {
         "lm_head": "lm_head", "language_model.lm_head": "lm_head", f"{layer}.self_attn.q_proj": "attention",
-        f"{layer}.attention.wqkv": "attention", f"{layer}.self_attn.kv_b_proj": "attention",
+        f"{layer}.attention.wqkv": "attention",
+        f"{layer}.attention.dense": "attention", f"{layer}.self_attn.kv_b_proj": "attention",
         f"{layer}.linear_attn.out_proj": "attention", f"{layer}.linear_attn.in_proj_ba": None,
         f"{layer}.self_attn.indexer.wq_b": None, f"{layer}.mlp.gate_up_proj": "mlp", f"{layer}.feed_forward.w2": "mlp",
         f"{layer}.mlp.shared_experts.down_proj": "shared", f"{layer}.mlp.shared_expert_gate": None,
