@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_nvfp4._version import __version__
 from moe_nvfp4.quantize.dialects import read_config
-from moe_nvfp4.quantize.files import Checkpoint, read_json, write_text
+from moe_nvfp4.quantize.files import Checkpoint, open_checkpoint, read_json, write_text
 from moe_nvfp4.quantize.layouts.stacked import STACKS
 from moe_nvfp4.quantize.model import UnknownModel, class_of, model_config
 from moe_nvfp4.quantize.report import ConversionReport, readable_size, readable_snr
@@ -169,7 +169,11 @@ def misread_by(folder: Path) -> list[str]:
     config = json.loads((folder / "config.json").read_text("utf-8"))
     q, types = config["quantization_config"], Checkpoint(folder, config, {}).types
     info = read_config(q)
-    return [] if info is None else info.dialect.misread_by(q, any(t in STACKS or t == "dbrx" for t in types))
+    if info is None:
+        return []
+    names, packed = open_checkpoint(folder).tensors, f"q_proj.{info.dialect.global_scale}"
+    indexed = any(name.replace("index_q_proj.weight", packed) in names for name in names if "index_q_proj" in name)
+    return info.dialect.misread_by(q, any(t in STACKS or t == "dbrx" for t in types), indexed)
 
 
 def _languages(found: Any) -> Any:

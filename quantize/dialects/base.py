@@ -78,8 +78,11 @@ class Dialect(ABC):
         """The `kv_cache_scheme` for new files, from that of the source; None: there is no form for it."""
         return found
 
-    def misread_by(self, q: Mapping, stacked: bool) -> list[str]:
-        """A line for each program that silently misreads files with this config, with a remedy."""
+    def misread_by(self, q: Mapping, stacked: bool, indexed: bool) -> list[str]:
+        """A line for each program that silently misreads files with this config, with a remedy.
+
+        stacked: the family's own files have stacks of experts; indexed: 4-bit q, k and v lie beside an indexer's.
+        """
         return []
 
     # ---- the tensors

@@ -89,6 +89,10 @@ class CompressedTensors(Dialect):
         # Numbers of bits; ModelOpt's names are of other formats. vLLM refuses a scheme without the first two keys
         return {"strategy": "tensor", "symmetric": True, **found} if isinstance(found, Mapping) else None
 
-    def misread_by(self, q: Mapping, stacked: bool) -> list[str]:
-        return ["transformers 5.24 by itself loads these experts with wrong numbers: "
-                "import moe_nvfp4.integrations.huggingface first"]  # fmt: skip
+    def misread_by(self, q: Mapping, stacked: bool, indexed: bool) -> list[str]:
+        found = ["transformers 5.24 by itself loads these experts with wrong numbers: "
+                 "import moe_nvfp4.integrations.huggingface first"]  # fmt: skip
+        if indexed:  # else it ends in an error
+            found.append("vLLM 0.32 by itself passes over 4-bit q, k and v beside an indexer's (MiniMax-M3) without a "
+                         "word: leave attention out of --linears")  # fmt: skip
+        return found

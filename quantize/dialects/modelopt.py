@@ -84,7 +84,7 @@ class ModelOpt(Dialect):
             return "moe_quant_algo" in q
         return modelopt_algo(q) in (*ALGOS, "MIXED_PRECISION")
 
-    def misread_by(self, q: Mapping, stacked: bool) -> list[str]:
+    def misread_by(self, q: Mapping, stacked: bool, indexed: bool) -> list[str]:
         found = []
         if q["quant_algo"] == "W4A16_NVFP4":
             found.append("SGLang 0.5.23 on a Blackwell GPU takes these W4A16 weights for W4A4, with an activation "

@@ -638,3 +638,19 @@ def test_calibrate_on_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, 
     run("calibrate", folder, "~/static", *options, expect=2)
     assert capsys.readouterr().err.endswith("moe-nvfp4 calibrate: error: No space left on device\n")
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize("dialect, linears, warned", [
+    ("compressed-tensors", "attention", True), ("compressed-tensors", "mlp", False), ("modelopt", "attention", False)
+])  # fmt: skip
+def test_attention_beside_an_indexer(dialect, linears, warned, tmp_path, capsys):
+    """Over which vLLM passes without a word, in the names of one dialect."""
+    config = minimax_m3().config
+    config.text_config.layer_types = ["full_attention", "minimax_m3_sparse"]
+    source = tmp_path / "source"
+    make(lambda: transformers.MiniMaxM3SparseForConditionalGeneration(config)).save_pretrained(source)
+    assert any(name.endswith("self_attn.index_q_proj.weight") for name in tensors(source))
+    run("quantize", source, tmp_path / "new", "--dialect", dialect, "--linears", linears, "--recipe", "max")
+    line = "vLLM 0.32 by itself passes over 4-bit q, k and v beside an indexer's (MiniMax-M3)"
+    for text in (capsys.readouterr().out, (tmp_path / "new/README.md").read_text()):
+        assert (line in text) is warned
